@@ -1,0 +1,60 @@
+"""What the decoding loop asks of a model.
+
+A model is a pytree: its parameters are leaves, so that they enter `jax.jit` as arguments, and all
+else is static. Any class with these members will do; nothing has to inherit from `Model`.
+
+Axes: B rows, T tokens of one call, L cache slots, S source length, V vocabulary, D model width.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from jax import Array
+
+from spec_jax.types import Cache, Inputs
+
+
+class Model(Protocol):
+    """A language model that can score several tokens in one call.
+
+    Attributes:
+      vocab_size: V, rows of the head.
+      start_id: the token that every output starts from (not part of the output).
+      eos_id: the token that ends an output.
+      pad_id: the token that fills up a row behind its end.
+    """
+
+    vocab_size: int
+    start_id: int
+    eos_id: int
+    pad_id: int
+
+    def encode(self, inputs: Inputs, num_slots: int) -> Cache:
+        """Does everything that is done once a prompt.
+
+        Returns:
+          A cache of length 0 with room for `num_slots` tokens a row.
+        """
+        ...
+
+    def decode(self, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
+        """Appends T >= 1 tokens to the cache and looks at all that stands before each.
+
+        Args:
+          tokens: [B, T] int32.
+          positions: [B, T] int32; -1 marks a filler that later tokens never look at.
+          cache: with room for T more slots.
+
+        Returns:
+          hidden [B, T, D] and the cache, T slots longer.
+        """
+        ...
+
+    def logits(self, hidden: Array) -> Array:
+        """Next-token scores [B, T, V] float32 of hidden states [B, T, D]."""
+        ...
+
+    def rollback(self, cache: Cache, length: Array) -> Cache:
+        """Keeps the first `length` [B] slots of each row."""
+        ...

@@ -1,0 +1,318 @@
+"""T5 (Raffel et al. 2020): v1.0 with ReLU and a tied head, v1.1 and Flan with gated GELU and an untied one.
+
+One decoder path serves training and decoding: a layer is given the keys and values it attends to.
+Relative biases are computed from positions, so any number of tokens may stand at any offset.
+
+Axes: B rows, T tokens of one call, L cache slots, S source length, V vocabulary, D model width,
+H heads, K head width, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from functools import partial
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from spec_jax import cache as kv
+from spec_jax.models.layers import MLP, Attention, RMSNorm, einsum
+from spec_jax.types import Inputs, Params
+
+ACTIVATIONS = {'relu': jax.nn.relu, 'gelu': partial(jax.nn.gelu, approximate=True)}  # T5's GELU is the tanh form
+_MASKED = -1e9  # added to the score of a slot that must not be seen; finite, so that a row of them is no NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+    """Sizes and switches of a T5; the defaults are v1.1's.
+
+    `tied_head` says that the head is the embedding; `scale_head_input` that its input is multiplied
+    by d_model^-0.5. v1.0 has both, v1.1 neither.
+    """
+
+    vocab_size: int = 32128
+    d_model: int = 512
+    d_kv: int = 64
+    d_ff: int = 1024
+    num_heads: int = 6
+    num_encoder_layers: int = 8
+    num_decoder_layers: int = 8
+    activation: str = 'gelu'
+    gated: bool = True
+    tied_head: bool = False
+    scale_head_input: bool = False
+    num_buckets: int = 32
+    max_distance: int = 128
+    epsilon: float = 1e-6
+    dropout: float = 0.1
+    start_id: int = 0
+    eos_id: int = 1
+    pad_id: int = 0
+
+
+@flax.struct.dataclass
+class T5Cache:
+    """Decoder cache: self-attention's grows, cross-attention's is projected once from the source.
+
+    Attributes:
+      own: KVCache of self-attention.
+      cross_keys: one [B, H, S, K] per layer.
+      cross_values: one [B, H, S, K] per layer.
+      cross_bias: [B, 1, 1, S] float32, hides source padding.
+    """
+
+    own: kv.KVCache
+    cross_keys: tuple[Array, ...]
+    cross_values: tuple[Array, ...]
+    cross_bias: Array
+
+
+def relative_bucket(distance: Array, *, bidirectional: bool, num_buckets: int, max_distance: int) -> Array:
+    """Bucket of a relative position (T5, section 2.1; Shaw et al. 2018, made logarithmic).
+
+    Args:
+      distance: int32 of any shape, key position minus query position.
+
+    Returns:
+      int32 in [0, num_buckets), of the same shape: half of the buckets (per direction) for exact
+      distances, the rest growing logarithmically up to max_distance.
+    """
+    offset = jnp.zeros_like(distance)
+    if bidirectional:
+        num_buckets //= 2
+        offset = jnp.where(distance > 0, num_buckets, 0)
+        distance = jnp.abs(distance)
+    else:
+        distance = jnp.maximum(-distance, 0)  # the future shares bucket 0; the mask hides it
+    exact = num_buckets // 2
+    ratio = jnp.log(jnp.maximum(distance, exact) / exact) / jnp.log(max_distance / exact)
+    far = exact + (ratio * (num_buckets - exact)).astype(jnp.int32)
+    return offset + jnp.where(distance < exact, distance, jnp.minimum(far, num_buckets - 1))
+
+
+def _hide(mask: Array) -> Array:
+    """0 where mask is True, a large negative number elsewhere."""
+    return jnp.where(mask, 0.0, _MASKED)
+
+
+class RelativeBias(nnx.Module):
+    """One table per stack, added to the scores of every self-attention in it."""
+
+    def __init__(self, config: T5Config, *, bidirectional: bool, rngs: nnx.Rngs):
+        shape = (config.num_buckets, config.num_heads)
+        self.table = nnx.Param(config.d_model**-0.5 * jax.random.normal(rngs.params(), shape))
+        self.bucket = partial(
+            relative_bucket,
+            bidirectional=bidirectional,
+            num_buckets=config.num_buckets,
+            max_distance=config.max_distance,
+        )
+
+    def __call__(self, query_positions: Array, key_positions: Array) -> Array:
+        """[B or 1, T] and [B or 1, L] int32 -> [B or 1, H, T, L] float32."""
+        buckets = self.bucket(key_positions[:, None, :] - query_positions[:, :, None])  # [B, T, L]
+        return self.table[...].astype(jnp.float32).T[:, buckets].transpose(1, 0, 2, 3)
+
+
+class EncoderLayer(nnx.Module):
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.d_model, config.epsilon)
+        self.attention = Attention(config.d_model, config.num_heads, config.d_kv, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.d_model, config.epsilon)
+        self.mlp = _mlp(config, rngs)
+
+    def __call__(self, x: Array, bias: Array, drop) -> Array:
+        normed = self.attention_norm(x)
+        x = x + drop(self.attention(normed, *self.attention.keys_values(normed), bias))
+        return x + drop(self.mlp(self.mlp_norm(x)))
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        self.self_norm = RMSNorm(config.d_model, config.epsilon)
+        self.self_attention = Attention(config.d_model, config.num_heads, config.d_kv, rngs=rngs)
+        self.cross_norm = RMSNorm(config.d_model, config.epsilon)
+        self.cross_attention = Attention(config.d_model, config.num_heads, config.d_kv, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.d_model, config.epsilon)
+        self.mlp = _mlp(config, rngs)
+
+    def __call__(self, x: Array, store, bias: Array, cross: tuple[Array, Array], cross_bias: Array, drop) -> Array:
+        """`store` takes the new tokens' keys and values and returns all that they may attend to."""
+        normed = self.self_norm(x)
+        key, value = store(*self.self_attention.keys_values(normed))
+        x = x + drop(self.self_attention(normed, key, value, bias))
+        x = x + drop(self.cross_attention(self.cross_norm(x), *cross, cross_bias))
+        return x + drop(self.mlp(self.mlp_norm(x)))
+
+
+def _mlp(config: T5Config, rngs: nnx.Rngs) -> MLP:
+    activation = ACTIVATIONS[config.activation]
+    return MLP(config.d_model, config.d_ff, gated=config.gated, activation=activation, rngs=rngs)
+
+
+class T5Module(nnx.Module):
+    """The layers of a T5; `T5` below is what the loop sees."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        self.config = config
+        embed = jax.random.normal(rngs.params(), (config.vocab_size, config.d_model))
+        self.embedding = nnx.Param(embed)  # [V, D]
+        self.encoder_bias = RelativeBias(config, bidirectional=True, rngs=rngs)
+        self.encoder = nnx.List([EncoderLayer(config, rngs=rngs) for _ in range(config.num_encoder_layers)])
+        self.encoder_norm = RMSNorm(config.d_model, config.epsilon)
+        self.decoder_bias = RelativeBias(config, bidirectional=False, rngs=rngs)
+        self.decoder = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.num_decoder_layers)])
+        self.decoder_norm = RMSNorm(config.d_model, config.epsilon)
+        head = config.d_model**-0.5 * jax.random.normal(rngs.params(), (config.vocab_size, config.d_model))
+        self.head = None if config.tied_head else nnx.Param(head)  # [V, D]
+
+    def encode(self, source: Array, mask: Array, dtype, drop=lambda x: x) -> Array:
+        """source [B, S] int32, mask [B, S] bool -> memory [B, S, D]."""
+        positions = jnp.arange(source.shape[1])[None]
+        bias = self.encoder_bias(positions, positions) + _hide(mask)[:, None, None, :]  # [B, H, S, S]
+        x = drop(self.embedding[...][source].astype(dtype))
+        for layer in self.encoder:
+            x = layer(x, bias, drop)
+        return drop(self.encoder_norm(x))
+
+    def cross(self, memory: Array) -> list[tuple[Array, Array]]:
+        """Each decoder layer's cross-attention keys and values, [B, H, S, K] twice."""
+        return [layer.cross_attention.keys_values(memory) for layer in self.decoder]
+
+    def logits(self, hidden: Array) -> Array:
+        """hidden [B, T, D] -> [B, T, V] float32."""
+        if self.config.scale_head_input:
+            hidden = hidden * self.config.d_model**-0.5
+        head = self.embedding if self.head is None else self.head
+        return einsum('btd,vd->btv', hidden, head[...], jnp.float32)
+
+    def forward(self, source: Array, source_mask: Array, decoder_input: Array, dtype, drop=lambda x: x) -> Array:
+        """Teacher forcing: source [B, S], decoder_input [B, T] -> logits [B, T, V] float32."""
+        cross = self.cross(self.encode(source, source_mask, dtype, drop))
+        positions = jnp.arange(decoder_input.shape[1])[None]
+        causal = _hide(positions[:, None, None, :] <= positions[:, None, :, None])
+        bias = self.decoder_bias(positions, positions) + causal  # [1, H, T, T]
+        cross_bias = _hide(source_mask)[:, None, None, :]
+        x = drop(self.embedding[...][decoder_input].astype(dtype))
+        for layer, memory in zip(self.decoder, cross, strict=True):
+            x = layer(x, lambda key, value: (key, value), bias, memory, cross_bias, drop)
+        return self.logits(drop(self.decoder_norm(x)))
+
+    def decode(self, tokens: Array, positions: Array, cache: T5Cache, dtype) -> tuple[Array, T5Cache]:
+        """tokens, positions [B, T] at the end of the cache -> hidden [B, T, D], the cache T slots longer."""
+        own, start = kv.append(cache.own, positions)
+        bias = self.decoder_bias(positions, own.positions) + _hide(kv.causal_mask(own, tokens.shape[1]))[:, None]
+        keys, values = list(own.keys), list(own.values)
+
+        x = self.embedding[...][tokens].astype(dtype)
+        for i, layer in enumerate(self.decoder):
+
+            def store(key, value, i=i):
+                keys[i] = kv.write(keys[i], key, start, axis=2)
+                values[i] = kv.write(values[i], value, start, axis=2)
+                return keys[i], values[i]
+
+            cross = cache.cross_keys[i], cache.cross_values[i]
+            x = layer(x, store, bias, cross, cache.cross_bias, lambda x: x)
+        return self.decoder_norm(x), cache.replace(own=own.replace(keys=tuple(keys), values=tuple(values)))
+
+
+def dropout(key: Array, rate: float):
+    """A function that zeroes features with probability `rate`, the same ones at every position of a row.
+
+    Sharing the mask along the length, as T5X does, costs T times fewer random numbers.
+    """
+    keys = iter(jax.random.split(key, 256))  # more than any stack has sites
+
+    def drop(x: Array) -> Array:
+        keep = jax.random.bernoulli(next(keys), 1 - rate, (x.shape[0], 1, x.shape[2]))
+        return x * (keep / (1 - rate)).astype(x.dtype)
+
+    return drop
+
+
+@functools.cache
+def _graph(config: T5Config) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: T5Module(config, rngs=nnx.Rngs(0))))[0]
+
+
+@flax.struct.dataclass
+class T5:
+    """A T5 with its parameters, as `models.base.Model` describes.
+
+    Attributes:
+      params: the leaves of `T5Module`, as `nnx.State`.
+      config: sizes.
+      dtype: of activations and caches; logits are float32.
+    """
+
+    params: Params
+    config: T5Config = flax.struct.field(pytree_node=False)
+    dtype: jnp.dtype = flax.struct.field(pytree_node=False, default=jnp.float32)
+
+    @classmethod
+    def create(cls, config: T5Config, key: Array, dtype=jnp.float32) -> T5:
+        """A T5 with random weights, initialised as the paper's."""
+        module = T5Module(config, rngs=nnx.Rngs(params=key))
+        return cls(nnx.state(module, nnx.Param), config, dtype)
+
+    @property
+    def module(self) -> T5Module:
+        return nnx.merge(_graph(self.config), self.params)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def start_id(self) -> int:
+        return self.config.start_id
+
+    @property
+    def eos_id(self) -> int:
+        return self.config.eos_id
+
+    @property
+    def pad_id(self) -> int:
+        return self.config.pad_id
+
+    def encode(self, inputs: Inputs, num_slots: int) -> T5Cache:
+        """Runs the encoder and projects cross-attention's keys and values, once a prompt."""
+        module, config = self.module, self.config
+        cross = module.cross(module.encode(inputs.tokens, inputs.mask, self.dtype))
+        batch = inputs.tokens.shape[0]
+        return T5Cache(
+            own=kv.init(config.num_decoder_layers, batch, config.num_heads, num_slots, config.d_kv, self.dtype),
+            cross_keys=tuple(key for key, _ in cross),
+            cross_values=tuple(value for _, value in cross),
+            cross_bias=_hide(inputs.mask)[:, None, None, :],
+        )
+
+    def decode(self, tokens: Array, positions: Array, cache: T5Cache) -> tuple[Array, T5Cache]:
+        return self.module.decode(tokens, positions, cache, self.dtype)
+
+    def logits(self, hidden: Array) -> Array:
+        return self.module.logits(hidden)
+
+    def rollback(self, cache: T5Cache, length: Array) -> T5Cache:
+        return cache.replace(own=kv.rollback(cache.own, length))
+
+    def forward(self, inputs: Inputs, decoder_input: Array, dropout_key: Array | None = None) -> Array:
+        """Teacher forcing.
+
+        Args:
+          inputs: source [B, S].
+          decoder_input: [B, T] int32, the start token and the labels but for their last.
+          dropout_key: with it, `config.dropout` is applied.
+
+        Returns:
+          logits [B, T, V] float32.
+        """
+        module = self.module
+        drop = (lambda x: x) if dropout_key is None else dropout(dropout_key, self.config.dropout)
+        return module.forward(inputs.tokens, inputs.mask, decoder_input, self.dtype, drop)

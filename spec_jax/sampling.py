@@ -1,0 +1,129 @@
+"""The one way from logits to a distribution, and from a distribution to a token.
+
+The accept test, the residual, the bonus token, the draft's own sampling and the plain decoder all come
+through here, in float32. Temperature 0 makes the distribution one-hot, and nothing downstream knows.
+
+Axes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How logits become a distribution; hashable, a static argument of the compiled loop.
+
+    Attributes:
+      temperature: divides the logits; 0 is greedy.
+      top_k: keep the k most probable tokens, and all that tie with the k-th; 0 keeps all.
+      top_p: keep the smallest set of most probable tokens whose mass reaches top_p, and all that tie
+        with its last; applied after top_k; 1 keeps all.
+      vocab_limit: ids at and above it are never drawn (rows of the head that the tokenizer does not
+        have); None allows all.
+
+    Raises:
+      ValueError: for a value out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    vocab_limit: int | None = None
+
+    def __post_init__(self):
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f'temperature: expected a number >= 0, got {self.temperature}; 0 is greedy')
+        if self.top_k < 0:
+            raise ValueError(f'top_k: expected an integer >= 0, got {self.top_k}; 0 keeps all tokens')
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f'top_p: expected a number in (0, 1], got {self.top_p}; 1 keeps all tokens')
+        if self.vocab_limit is not None and self.vocab_limit < 1:
+            raise ValueError(f'vocab_limit: expected the size of the tokenizer, got {self.vocab_limit}')
+
+
+GREEDY = SamplingConfig(temperature=0.0)
+
+
+def logits_to_probs(logits: Array, config: SamplingConfig) -> Array:
+    """The distribution that a token is drawn from.
+
+    Args:
+      logits: [..., V].
+
+    Returns:
+      [..., V] float32, summing to 1; a row with a NaN among its allowed logits is NaN throughout.
+    """
+    logits = logits.astype(jnp.float32)
+    vocab_size = logits.shape[-1]
+    if config.vocab_limit is not None and config.vocab_limit < vocab_size:
+        logits = jnp.where(jnp.arange(vocab_size) < config.vocab_limit, logits, -jnp.inf)
+    if config.temperature == 0:
+        top = jnp.argmax(logits, axis=-1, keepdims=True)
+        one_hot = (jnp.arange(vocab_size) == top).astype(jnp.float32)
+        return jnp.where(jnp.isnan(logits.max(-1, keepdims=True)), jnp.nan, one_hot)
+    probs = jax.nn.softmax(logits / config.temperature, axis=-1)
+    if 0 < config.top_k < vocab_size:
+        probs = _keep(probs, lambda kept: (kept > 0).sum(-1, keepdims=True) >= config.top_k)
+    if config.top_p < 1:
+        probs = _keep(probs, lambda kept: kept.sum(-1, keepdims=True) >= config.top_p)
+    return probs
+
+
+def _keep(probs: Array, enough) -> Array:
+    """Keeps the tokens at or above the highest threshold that keeps enough, and renormalises.
+
+    The threshold is built bit by bit: floats >= 0 are ordered as their bit patterns are, so 31 passes
+    find it exactly, without the sort of V numbers that accelerators are slow at.
+
+    Args:
+      probs: [..., V].
+      enough: kept probs [..., V] (0 where dropped) -> bool [..., 1]; once true, true for any lower threshold.
+    """
+
+    def try_bit(i, bits):
+        trial = bits | (1 << (30 - i))
+        kept = jnp.where(probs >= lax.bitcast_convert_type(trial, jnp.float32), probs, 0.0)
+        return jnp.where(enough(kept), trial, bits)
+
+    bits = lax.fori_loop(0, 31, try_bit, jnp.zeros_like(probs[..., :1], jnp.int32))
+    kept = jnp.where(probs < lax.bitcast_convert_type(bits, jnp.float32), 0.0, probs)  # NaN stays
+    return kept / kept.sum(-1, keepdims=True)
+
+
+def sample(keys: Array, weights: Array) -> Array:
+    """Draws one token a row by inverting the cumulative sum; one random number each.
+
+    Args:
+      keys: [B] PRNG keys.
+      weights: [B, V] float32 >= 0, in proportion to the probabilities.
+
+    Returns:
+      [B] int32. A token of weight 0 never comes out, however the sums round.
+    """
+    cumulative = jnp.cumsum(weights, axis=-1)
+    uniform = jax.vmap(jax.random.uniform)(keys)[:, None]
+    above = (cumulative > uniform * cumulative[:, -1:]) & (weights > 0)
+    token = jnp.where(above.any(-1), jnp.argmax(above, axis=-1), jnp.argmax(weights, axis=-1))
+    return token.astype(jnp.int32)
+
+
+def row_keys(key: Array, rows) -> Array:
+    """One key per row, from the row's own number and nothing else: [B] PRNG keys.
+
+    Args:
+      key: scalar PRNG key of the run.
+      rows: [B] integers that name the rows, such as line numbers.
+    """
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.asarray(rows, jnp.uint32))
+
+
+def split_rows(keys: Array, num: int) -> Array:
+    """[B] PRNG keys -> [num, B], `num` independent keys for each row."""
+    return jax.vmap(lambda key: jax.random.split(key, num), out_axes=1)(keys)

@@ -1,0 +1,141 @@
+"""Axis legend and the records that pass between the parts.
+
+Axes, the same letters everywhere:
+
+    B  rows of a batch              V  vocabulary
+    G  draft length gamma           D  model width
+    T  query tokens of one call     H  heads
+    L  cache slots                  K  head width
+    S  source length
+
+p is the target's distribution and q the draft's. Arrays with a row axis come first by row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+from jax import Array
+
+Params = Any  # a pytree of arrays
+Cache = Any  # a model's own; the loop hands it back untouched
+
+
+@flax.struct.dataclass
+class Inputs:
+    """A batch of prompts.
+
+    Attributes:
+      tokens: [B, S] int32, padded on the right.
+      mask: [B, S] bool, True at real tokens.
+    """
+
+    tokens: Array
+    mask: Array
+
+
+@flax.struct.dataclass
+class Draft:
+    """What a drafter proposes for one round.
+
+    Attributes:
+      tokens: [B, G] int32.
+      probs: [B, G, V] float32, the very array that each token was sampled from; None where the tokens
+        were chosen deterministically (q is one-hot).
+      length: [B] int32, how many of a row's tokens are meant; those at and after it are not tested.
+    """
+
+    tokens: Array
+    probs: Array | None
+    length: Array
+
+
+@flax.struct.dataclass
+class Verification:
+    """What the accept/resample rule made of a draft.
+
+    Attributes:
+      num_accepted: [B] int32, length of the accepted prefix, 0 .. G.
+      tokens: [B, G + 1] int32, the accepted tokens, then one more from the residual or from p; what
+        stands behind index num_accepted has no meaning.
+    """
+
+    num_accepted: Array
+    tokens: Array
+
+
+@flax.struct.dataclass
+class Context:
+    """The text so far.
+
+    Attributes:
+      tokens: [B, N] int32, start token, then the output; what stands at and after `length` has no meaning.
+      length: [B] int32, at least 1; the newest token is at length - 1, which is also its position.
+    """
+
+    tokens: Array
+    length: Array
+
+
+@flax.struct.dataclass
+class Stats:
+    """Counts kept per row inside the loop; every figure is derived from them afterwards.
+
+    Attributes:
+      rounds: [B] int32, target calls while the row was unfinished.
+      tested: [B] int32, draft tokens that met the accept test; none after a rejection, an EOS or the limit.
+      accepted: [B] int32, how many of them passed.
+      histogram: [B, G + 1] int32, rounds by number of accepted tokens.
+      overlap: [B] float32, sum of min(p, q) over the tested positions.
+      emitted: [B] int32, tokens of the output, EOS included, start token excluded.
+    """
+
+    rounds: Array
+    tested: Array
+    accepted: Array
+    histogram: Array
+    overlap: Array
+    emitted: Array
+
+
+@flax.struct.dataclass
+class SpecState:
+    """The carry of the speculative loop.
+
+    Attributes:
+      context: the text so far.
+      done: [B] bool, rows that have ended.
+      failed: [B] bool, rows whose target or draft gave NaN.
+      round: scalar int32, target calls so far.
+      keys: [B] PRNG keys, one per row; a round folds its number in.
+      target_cache: the target's; it holds all but the newest token.
+      draft_state: the drafter's own.
+      stats: counts so far.
+    """
+
+    context: Context
+    done: Array
+    failed: Array
+    round: Array
+    keys: Array
+    target_cache: Cache
+    draft_state: Any
+    stats: Stats
+
+
+@flax.struct.dataclass
+class Output:
+    """What a decoder returns.
+
+    Attributes:
+      tokens: [B, N] int32, N = max_new_tokens; EOS included, padded behind it.
+      length: [B] int32, tokens before the padding.
+      failed: [B] bool, rows that met NaN.
+      stats: counts of the run.
+    """
+
+    tokens: Array
+    length: Array
+    failed: Array
+    stats: Stats

@@ -1,0 +1,101 @@
+"""The accept/resample rule (Leviathan, Kalman and Matias 2023, algorithm 1), vectorised over a batch.
+
+Nothing here divides by q or adds an epsilon: what comes out is distributed as p to the last bit that
+float32 sums allow.
+
+Axes: B rows, G draft length, V vocabulary. p is the target's distribution, q the draft's.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from spec_jax.sampling import sample, split_rows
+from spec_jax.types import Draft, Verification
+
+
+def acceptance_probability(p: Array, q: Array) -> Array:
+    """beta, the probability that a token drawn from q is accepted (Definition 3.1, Theorem 3.5).
+
+    Args:
+      p: [..., V].
+      q: [..., V].
+
+    Returns:
+      [...] sum of min(p, q) over the vocabulary.
+    """
+    return jnp.minimum(p, q).sum(-1)
+
+
+def residual_distribution(p: Array, q: Array) -> Array:
+    """norm(max(0, p - q)), what a rejected token is replaced from (section 2.3).
+
+    Args:
+      p: [..., V].
+      q: [..., V].
+
+    Returns:
+      [..., V]; p itself where p <= q throughout, since no draw from q is then ever rejected.
+    """
+    excess = jnp.maximum(p - q, 0.0)
+    total = excess.sum(-1, keepdims=True)
+    return jnp.where(total > 0, excess / jnp.where(total > 0, total, 1.0), p)
+
+
+def at_token(probs: Array, tokens: Array) -> Array:
+    """probs [..., V] at tokens [...]; a masked sum, which reads the array once where a gather may not."""
+    return jnp.where(jnp.arange(probs.shape[-1]) == tokens[..., None], probs, 0.0).sum(-1)
+
+
+def draft_probs(draft: Draft, vocab_size: int) -> Array:
+    """q [B, G, V], one-hot where the draft is deterministic."""
+    if draft.probs is None:
+        return jax.nn.one_hot(draft.tokens, vocab_size, dtype=jnp.float32)
+    return draft.probs
+
+
+def verify_chain(p: Array, draft: Draft, keys: Array) -> Verification:
+    """Accepts the longest prefix that passes, then draws one more token.
+
+    A token x passes where u q(x) < p(x) with u uniform in [0, 1). The token behind the prefix comes from
+    the residual where a test failed, and from p where all `draft.length` tokens passed.
+
+    Args:
+      p: [B, G + 1, V] float32; p[:, i] is the target's distribution of the token after i draft tokens.
+      draft: the proposal, G >= 1.
+      keys: [B] PRNG keys.
+    """
+    num_draft = draft.tokens.shape[1]
+    accept_keys, residual_keys = split_rows(keys, 2)
+    uniform = jax.vmap(jax.vmap(jax.random.uniform))(split_rows(accept_keys, num_draft).T)  # [B, G]
+
+    p_token = at_token(p[:, :-1], draft.tokens)  # [B, G]
+    q_token = 1.0 if draft.probs is None else at_token(draft.probs, draft.tokens)
+    tested = jnp.arange(num_draft) < draft.length[:, None]
+    passed = (uniform * q_token < p_token) & tested
+    num_accepted = jnp.cumprod(passed.astype(jnp.int32), axis=1).sum(1)  # [B]
+
+    weights = _next_distribution(p, draft, num_accepted)
+    following = sample(residual_keys, weights)[:, None]  # [B, 1]
+    index = jnp.arange(num_draft + 1)
+    drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+    return Verification(num_accepted, jnp.where(index < num_accepted[:, None], drafted, following))
+
+
+def _next_distribution(p: Array, draft: Draft, num_accepted: Array) -> Array:
+    """[B, V]: the residual at the rejected position, or p where no test failed."""
+
+    def row(array, index):  # [B, N, V], [B] -> [B, V]
+        return jnp.take_along_axis(array, index[:, None, None], axis=1)[:, 0]
+
+    p_next = row(p, num_accepted)
+    rejected = num_accepted < draft.length
+    index = jnp.minimum(num_accepted, draft.tokens.shape[1] - 1)
+    if draft.probs is None:
+        token = jnp.take_along_axis(draft.tokens, index[:, None], axis=1)
+        q_next = (jnp.arange(p.shape[-1]) == token).astype(jnp.float32)
+    else:
+        q_next = row(draft.probs, index)
+    return jnp.where(rejected[:, None], residual_distribution(p_next, q_next), p_next)
