@@ -1,0 +1,8 @@
+"""The shipped pair: English to German, a target and a draft distilled from it, and 200 sentences to try it on."""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+TARGET = FOLDER / 'target'
+DRAFT = FOLDER / 'draft'
+SENTENCES = FOLDER / 'sentences.tsv'
