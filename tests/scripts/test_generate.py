@@ -1,0 +1,162 @@
+"""scripts/generate.py as its user sees it, on a tiny pair of random weights."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+import tokenizers
+
+from spec_jax.models.t5 import T5, T5Config
+from spec_jax.models.t5_weights import save_t5
+from spec_jax.report import KEYS
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+WORDS = 'a b c d e f g h i j k l m'.split()
+LINES = ['a b c', 'd', '', 'e f g h i j', 'b b b b b b b b b b b b']
+
+
+def write_tokenizer(folder: pathlib.Path, words=WORDS) -> None:
+    pieces = ['<pad>', '</s>', '<unk>', *words]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({piece: n for n, piece in enumerate(pieces)}, unk_token='<unk>')
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single='$A </s>', special_tokens=[('</s>', 1)]
+    )
+    tokenizer.save(str(folder / 'tokenizer.json'))
+    names = {'pad_token': '<pad>', 'eos_token': '</s>', 'unk_token': '<unk>'}
+    (folder / 'tokenizer_config.json').write_text(
+        json.dumps({'tokenizer_class': 'PreTrainedTokenizerFast', **names})
+    )
+
+
+@pytest.fixture(scope='module')
+def world(tmp_path_factory):
+    """A pair, a draft with a permuted vocabulary, and inputs good and bad."""
+    root = tmp_path_factory.mktemp('generate')
+    config = T5Config(
+        vocab_size=20, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1
+    )
+    for seed, name in enumerate(('target', 'draft', 'other', 'damaged', 'nan')):
+        model = T5.create(config, jax.random.key(seed))
+        if name == 'nan':
+            model = model.replace(params=jax.tree.map(lambda x: x * float('nan'), model.params))
+        save_t5(model, root / name)
+        write_tokenizer(root / name, WORDS if name != 'other' else [*WORDS[:4], 'f', 'e', *WORDS[6:]])
+    weights = root / 'damaged' / 'model.safetensors'
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (root / 'bert').mkdir()
+    (root / 'bert' / 'config.json').write_text('{"model_type": "bert"}')
+    write_tokenizer(root / 'bert')
+    (root / 'lines.txt').write_text('\n'.join(LINES) + '\n')
+    (root / 'empty.txt').write_text('')
+    (root / 'file').write_text('')
+    return root
+
+
+@pytest.fixture(scope='module')
+def run(world):
+    def run(*command_lines):
+        lines = [
+            [
+                f'--config={ROOT / "configs/demo_ende.py"}',
+                f'--config.target={world / "target"}',
+                f'--config.draft.path={world / "draft"}',
+                f'--config.data.path={world / "lines.txt"}',
+                '--config.max_new_tokens=6',
+                '--config.gamma=2',
+                '--config.repeats=1',
+                *extra,
+            ]
+            for extra in command_lines
+        ]
+        done = subprocess.run(
+            [sys.executable, HERE / 'forked.py', ROOT / 'scripts/generate.py'],
+            input=json.dumps(lines),
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=600,
+            env={
+                'PYTHONPATH': str(ROOT),
+                'JAX_PLATFORMS': 'cpu',
+                'PATH': '/usr/bin:/bin',
+                'HF_HUB_OFFLINE': '1',
+            },
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_three_ways_of_decoding_write_the_same_lines(run, world):
+    folders = [world / name for name in ('speculative', 'plain', 'compared', 'zero')]
+    extras = (
+        [],
+        ['--config.draft.kind=none'],
+        ['--config.compare=True', '--config.batch_size=2'],
+        ['--config.gamma=0'],
+    )
+    results = run(*([f'--workdir={folder}', *extra] for folder, extra in zip(folders, extras, strict=True)))
+    for code, _, err in results:
+        assert code == 0, err
+    texts = [(folder / 'output.txt').read_text() for folder in folders]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+    assert len(texts[0].splitlines()) == len(LINES) and texts[0].splitlines()[2] == ''
+    reports = [json.loads((folder / 'report.json').read_text()) for folder in folders]
+    assert all(list(report)[: len(KEYS)] == list(KEYS) for report in reports)
+    compared = reports[2]
+    assert compared['greedy_match'] == 1.0 and all(compared[key] is not None for key in KEYS)
+    assert reports[0]['tokens'] == compared['tokens'] == reports[1]['tokens']
+    assert reports[1]['tokens_per_s'] is None and reports[1]['plain_tokens_per_s'] > 0
+    assert 'speed-up, measured' in results[2][1] and 'plain' in results[2][1]
+    assert not list(world.glob('*/*.partial'))
+
+
+BAD = {
+    'missing input': (['--config.data.path={w}/none.txt'], 'none.txt'),
+    'empty input': (['--config.data.path={w}/empty.txt'], 'empty.txt'),
+    'missing target': (['--config.target={w}/none'], 'no such folder'),
+    'damaged weights': (['--config.target={w}/damaged'], 'model.safetensors'),
+    'not a T5': (['--config.target={w}/bert'], 'bert'),
+    'other vocabulary': (['--config.draft.path={w}/other'], "id 7 is 'e' in the target and 'f' in the draft"),
+    'gamma below 0': (['--config.gamma=-1'], 'gamma: expected an integer from 0 to 16, got -1'),
+    'gamma above 16': (['--config.gamma=17'], 'gamma: expected an integer from 0 to 16, got 17'),
+    'no tokens': (['--config.max_new_tokens=0'], 'max_new_tokens'),
+    'unknown draft': (['--config.draft.kind=magic'], "got 'magic'"),
+    'unknown key': (['--config.gama=3'], 'gama'),
+    'long source refused': (['--config.max_source_length=5', '--config.on_long=refuse'], 'got 2 longer'),
+    'unwritable': (['--workdir={w}/file/inside'], 'file'),
+    'float16': (['--config.dtype=float16'], 'bfloat16'),
+    'NaN weights': (['--config.target={w}/nan'], 'NaN'),
+    'compare without a draft': (['--config.draft.kind=none', '--config.compare=True'], 'compare'),
+    'temperature': (['--config.temperature=-1.0'], 'temperature'),
+    'top_p': (['--config.top_p=0.0'], 'top_p'),
+}
+
+
+def test_bad_input_gets_one_line_and_leaves_nothing(run, world):
+    names = list(BAD)
+    lines = [
+        [f'--workdir={world}/bad{n}', *(arg.format(w=world) for arg in BAD[name][0])]
+        for n, name in enumerate(names)
+    ]
+    for n, (name, (code, _, err)) in enumerate(zip(names, run(*lines), strict=True)):
+        shown = [line for line in err.splitlines() if line.strip() and 'batch/s' not in line]
+        assert code == 1, (name, err)
+        assert len(shown) == 1 and shown[0].startswith('error: '), (name, err)
+        assert BAD[name][1] in shown[0], (name, shown)
+        folder = world / f'bad{n}'
+        assert not folder.exists() or not list(folder.iterdir()), name
+
+
+def test_long_sources_are_cut_and_counted(run, world):
+    ((code, out, _),) = run([f'--workdir={world / "cut"}', '--config.max_source_length=5'])
+    assert code == 0 and '2 of 5 sources cut to 5 tokens' in out
+    assert json.loads((world / 'cut' / 'report.json').read_text())['truncated'] == 2

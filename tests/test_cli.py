@@ -1,0 +1,35 @@
+import os
+import signal
+
+import pytest
+
+from spec_jax import cli
+
+
+def test_an_error_becomes_one_line():
+    assert cli.one_line(ValueError('two\n   lines')) == 'two lines'
+    assert cli.one_line(FileNotFoundError(2, 'No such file', 'here')) == 'here: No such file'
+    assert cli.one_line(OSError('own words')) == 'own words'
+    assert cli.one_line(ValueError()) == 'ValueError'
+
+
+@pytest.mark.parametrize(('number', 'code'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_first_signal_is_noted_and_the_second_acts_as_ever(number, code, capsys):
+    before = signal.getsignal(number)
+    with cli.StopSignal() as stop:
+        assert not stop()
+        stop.exit_if_set()
+        os.kill(os.getpid(), number)
+        assert stop()
+        assert signal.getsignal(number) is before
+    assert 'once more' in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exited:
+        stop.exit_if_set()
+    assert exited.value.code == code
+
+
+def test_handlers_are_as_before_when_nothing_came():
+    before = signal.getsignal(signal.SIGINT)
+    with cli.StopSignal():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,281 @@
+"""Exactness of the accept/resample rule: by enumeration first, then of the code by counting.
+
+Axes: B rows, G draft length, V vocabulary.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.sampling import GREEDY, SamplingConfig, logits_to_probs, row_keys, sample, split_rows
+from spec_jax.testing import chi_square, complete, enumerate_round, joint
+from spec_jax.types import Draft
+from spec_jax.verification import (
+    acceptance_probability,
+    draft_probs,
+    residual_distribution,
+    verify_chain,
+)
+
+V = 5
+ROWS = 200_000
+CONFIGS = [
+    SamplingConfig(),
+    SamplingConfig(temperature=0.6, top_k=3),
+    SamplingConfig(top_p=0.8),
+    SamplingConfig(top_k=4, top_p=0.7, vocab_limit=4),
+    GREEDY,
+]
+distributions = jax.jit(logits_to_probs, static_argnames='config')
+verify = jax.jit(verify_chain)
+draw = jax.jit(sample)
+
+
+def chains(seed, gamma, config=CONFIGS[0]):
+    """Random p (gamma + 1 arrays) and q (gamma arrays); the i-th, [V] * (i + 1), depends on all i tokens."""
+    random = np.random.default_rng(seed)
+
+    shapes = [(V,) * (i + 1) for i in [*range(gamma + 1), *range(gamma)]]
+    logits = 2 * random.normal(size=(sum(map(np.prod, shapes)) // V, V)).astype(np.float32)
+    probs = np.asarray(distributions(np.resize(logits, (1000, V)), config))  # one size, one compilation
+    ends = np.cumsum([np.prod(shape) // V for shape in shapes])
+    arrays = [part.reshape(shape) for part, shape in zip(np.split(probs, ends)[:-1], shapes, strict=True)]
+    return arrays[: gamma + 1], arrays[gamma + 1 :]
+
+
+@partial(jax.jit, static_argnums=0)
+def keys(num, seed=0):
+    return row_keys(jax.random.key(seed), np.arange(num))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def step_keys(num, steps, seed):
+    return split_rows(row_keys(jax.random.key(seed), np.arange(num)), steps)
+
+
+# --- closed form --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('config', CONFIGS, ids=str)
+@pytest.mark.parametrize('gamma', [1, 2, 3])
+def test_what_a_round_emits_is_distributed_as_the_target_exactly(gamma, config):
+    for seed in range(3):
+        p, q = chains(seed, gamma, config)
+        emitted = enumerate_round(p, q)
+        assert sum(part.sum() for part in emitted) == pytest.approx(1, abs=1e-6)
+        np.testing.assert_allclose(complete(emitted, p), joint(p), atol=1e-6)
+        reach = 1.0  # [V] * i, the probability that i given tokens come out and the round goes on behind them
+        for i in range(gamma + 1):
+            longer = [part.sum(tuple(range(i + 1, part.ndim))) for part in emitted[i:]]
+            np.testing.assert_allclose(sum(longer), np.expand_dims(reach, -1) * p[i], atol=1e-6)
+            reach = sum(longer) - emitted[i]
+
+
+def test_the_enumeration_by_hand():
+    """q=[.8,.2], p=[.6,.4]: x=0 passes with .75; a rejected 0 always becomes 1; 1 always passes."""
+    p, q = np.float32([0.6, 0.4]), np.float32([0.8, 0.2])
+    bonus = np.float32([[0.9, 0.1], [0.3, 0.7]])
+    rejected, accepted = enumerate_round([p, bonus], [q])
+    np.testing.assert_allclose(rejected, [0, 0.2], atol=1e-7)
+    np.testing.assert_allclose(accepted, [[0.6 * 0.9, 0.6 * 0.1], [0.2 * 0.3, 0.2 * 0.7]], atol=1e-7)
+    np.testing.assert_allclose(rejected + accepted.sum(1), p, atol=1e-7)
+
+
+def test_a_q_other_than_the_one_sampled_from_is_noticed():
+    """The enumeration itself must be able to fail: draft from q, test against another q."""
+    p, q = chains(0, 2)
+    wrong = [np.roll(x, 1, axis=-1) for x in q]
+    emitted = enumerate_round(p, q)
+    lied = enumerate_round(p, wrong)
+    emitted[0] = lied[0]
+    assert abs(complete(emitted, p) - joint(p)).max() > 0.01
+
+
+def test_acceptance_probability_and_residual_by_hand():
+    p = jnp.array([[0.5, 0.25, 0.25, 0.0], [0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]])
+    q = jnp.array([[0.25, 0.5, 0.125, 0.125], [0.5, 0.5, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]])
+    np.testing.assert_array_equal(acceptance_probability(p, q), [0.625, 1, 0])
+    np.testing.assert_allclose(
+        residual_distribution(p, q), [[2 / 3, 0, 1 / 3, 0], [0.5, 0.5, 0, 0], [0, 0, 1, 0]], atol=1e-7
+    )
+
+
+def test_a_residual_of_a_few_float32_steps_is_still_normalised():
+    p = jnp.full((1, 4), 0.25).at[0, 1].add(2.0**-25)
+    residual = residual_distribution(p, jnp.full((1, 4), 0.25))
+    np.testing.assert_array_equal(residual, [[0, 1, 0, 0]])
+
+
+# --- the code, by counting ----------------------------------------------------------------------------------
+
+
+def draw_drafts(q, num, seed=0):
+    """Draft tokens [num, G] sampled from the chain q, and the very arrays they were sampled from."""
+    tokens, probs = np.zeros((num, 0), np.int32), []
+    for i, q_i in enumerate(q):
+        probs.append(q_i[tuple(tokens.T)] if tokens.shape[1] else np.broadcast_to(q_i, (num, V)))
+        drawn = np.asarray(draw(step_keys(num, len(q), seed)[i], probs[-1]))
+        tokens = np.concatenate([tokens, drawn[:, None]], axis=1)
+    return tokens, np.stack(probs, axis=1)
+
+
+def target_rows(p, tokens):
+    """p [B, G + 1, V] behind each prefix of the draft tokens [B, G]."""
+    rows = [np.broadcast_to(p[0], (len(tokens), V))]
+    rows += [p[i][tuple(tokens[:, :i].T)] for i in range(1, len(p))]
+    return jnp.asarray(np.stack(rows, axis=1))
+
+
+def outcomes(verified, gamma):
+    """How often each text was emitted: gamma + 1 arrays of counts, as `enumerate_round` has probabilities."""
+    accepted, tokens = np.asarray(verified.num_accepted), np.asarray(verified.tokens)
+    counts = [np.zeros((V,) * (i + 1)) for i in range(gamma + 1)]
+    for i, count in enumerate(counts):
+        np.add.at(count, tuple(tokens[accepted == i, : i + 1].T), 1)
+    return counts
+
+
+def flat(arrays):
+    return np.concatenate([np.ravel(array) for array in arrays])
+
+
+@pytest.mark.parametrize('config', CONFIGS[:4], ids=str)
+def test_200_000_rounds_of_the_code_agree_with_the_enumeration(config):
+    gamma = 2
+    p, q = chains(7, gamma, config)
+    tokens, probs = draw_drafts(q, ROWS)
+    draft = Draft(jnp.asarray(tokens), jnp.asarray(probs), jnp.full(ROWS, gamma))
+    counts = outcomes(verify(target_rows(p, tokens), draft, keys(ROWS, 1)), gamma)
+    assert chi_square(flat(counts), flat(enumerate_round(p, q))) > 0.001
+    first = sum(count.sum(tuple(range(1, count.ndim))) for count in counts)
+    assert chi_square(first, p[0]) > 0.001
+
+
+def test_q_8_2_and_p_6_4_give_6_4():
+    p, q = np.float32([[0.6, 0.4]]), np.float32([[0.8, 0.2]])
+    tokens = draw(keys(ROWS), np.broadcast_to(q, (ROWS, 2)))[:, None]
+    p_rows = jnp.broadcast_to(jnp.asarray(p), (ROWS, 2, 2))
+    draft = Draft(tokens, jnp.broadcast_to(jnp.asarray(q), (ROWS, 1, 2)), jnp.ones(ROWS, jnp.int32))
+    verified = verify(p_rows, draft, keys(ROWS, 1))
+    assert chi_square(np.bincount(verified.tokens[:, 0]), p[0]) > 0.001
+    assert chi_square(np.bincount(verified.num_accepted), np.array([0.2, 0.8])) > 0.001
+
+
+@pytest.mark.parametrize('lengths', [[0], [1], [0, 1, 2, 3]], ids=str)
+def test_a_draft_cut_short_is_followed_by_a_token_from_p_itself(lengths):
+    gamma = 3
+    p, q = chains(3, gamma)
+    tokens, probs = draw_drafts(q, ROWS)
+    length = np.resize(lengths, ROWS)
+    tokens[np.arange(gamma) >= length[:, None]] = 4  # what stands there must not matter
+    probs[np.arange(gamma) >= length[:, None]] = np.eye(V)[4]
+    draft = Draft(jnp.asarray(tokens), jnp.asarray(probs), jnp.asarray(length))
+    verified = verify(target_rows(p, tokens), draft, keys(ROWS, 1))
+    assert (np.asarray(verified.num_accepted) <= length).all()
+    for cut in lengths:
+        mine = jax.tree.map(lambda x, cut=cut: x[length == cut], verified)
+        expected = enumerate_round(p[: cut + 1], q[:cut])
+        assert chi_square(flat(outcomes(mine, cut)), flat(expected)) > 0.001
+
+
+# --- the edges ----------------------------------------------------------------------------------------------
+
+
+def test_equal_distributions_always_accept():
+    gamma = 4
+    q, _ = chains(5, gamma)
+    tokens, probs = draw_drafts(q[:gamma], 20_000)
+    p = target_rows(q, tokens)
+    np.testing.assert_array_equal(p[:, :gamma], probs)  # bitwise
+    draft = Draft(jnp.asarray(tokens), jnp.asarray(probs), jnp.full(20_000, gamma))
+    verified = verify(p, draft, keys(20_000, 1))
+    np.testing.assert_array_equal(verified.num_accepted, gamma)
+    np.testing.assert_array_equal(verified.tokens[:, :gamma], tokens)
+
+
+def test_disjoint_supports_never_accept_and_replace_from_p():
+    p = jnp.broadcast_to(jnp.array([0.0, 0.0, 0.25, 0.75, 0.0]), (20_000, 3, V))
+    q = jnp.broadcast_to(jnp.array([0.5, 0.5, 0.0, 0.0, 0.0]), (20_000, 2, V))
+    draft = Draft(jnp.zeros((20_000, 2), jnp.int32), q, jnp.full(20_000, 2))
+    verified = verify(p, draft, keys(20_000))
+    np.testing.assert_array_equal(verified.num_accepted, 0)
+    assert chi_square(np.bincount(verified.tokens[:, 0], minlength=V), p[0, 0]) > 0.001
+
+
+@pytest.mark.parametrize('uniform', [0.0, 1 - 2.0**-23])
+def test_at_the_ends_of_the_unit_interval_the_accept_test_is_strict(uniform, monkeypatch):
+    """u = 0 must not pass a token with p = 0, and the largest u must pass one with p = q."""
+    monkeypatch.setattr(jax.random, 'uniform', lambda key: jnp.float32(uniform))
+    p = jnp.array([[[0.0, 1.0], [0.5, 0.5]], [[0.25, 0.75], [0.5, 0.5]]])
+    q = jnp.array([[[1.0, 0.0]], [[0.25, 0.75]]])
+    draft = Draft(jnp.array([[0], [0]]), q, jnp.array([1, 1]))
+    verify_now = jax.jit(lambda *args: verify_chain(*args))  # traced anew, with this uniform
+    verified = verify_now(p, draft, keys(2))
+    np.testing.assert_array_equal(verified.num_accepted, [0, 1])
+    assert verified.tokens[0, 0] == 1
+    sure = verify_now(p, draft.replace(probs=None), keys(2))
+    np.testing.assert_array_equal(sure.num_accepted, [0, int(uniform == 0)])
+    assert sure.tokens[0, 0] == 1
+
+
+def test_a_draft_without_probabilities_is_one_hot_bit_for_bit():
+    gamma, num = 3, 20_000
+    p, q = chains(9, gamma)
+    tokens, _ = draw_drafts(q, num)
+    length = jnp.asarray(np.resize([0, 1, 2, 3], num))
+    sure = Draft(jnp.asarray(tokens), None, length)
+    spelt = sure.replace(probs=draft_probs(sure, V))
+    np.testing.assert_array_equal(spelt.probs, np.eye(V)[tokens])
+    one, other = (verify(target_rows(p, tokens), draft, keys(num)) for draft in (sure, spelt))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_a_draft_without_probabilities_is_exact():
+    """Accept with p(x), residual p without x; the draft is the likeliest continuation."""
+    p, _ = chains(11, 2)
+    first = p[0].argmax()
+    second = p[1][first].argmax()
+    tokens = np.broadcast_to(np.int32([first, second]), (ROWS, 2))
+    q = [np.eye(V)[first], np.broadcast_to(np.eye(V)[second], (V, V))]
+    counts = outcomes(
+        verify(target_rows(p, tokens), Draft(tokens, None, jnp.full(ROWS, 2)), keys(ROWS, 1)), 2
+    )
+    assert chi_square(flat(counts), flat(enumerate_round(p, q))) > 0.001
+
+
+def test_greedy_accepts_the_argmax_prefix_and_then_gives_the_argmax():
+    p = jnp.asarray(np.eye(V, dtype=np.float32)[[[1, 2, 3, 4]] * 4])  # [4, G + 1, V]
+    tokens = jnp.array([[1, 2, 3], [1, 2, 0], [0, 2, 3], [1, 0, 3]])
+    for probs in None, jax.nn.one_hot(tokens, V):
+        verified = verify(p, Draft(tokens, probs, jnp.full(4, 3)), keys(4))
+        np.testing.assert_array_equal(verified.num_accepted, [3, 2, 0, 1])
+        for row, text in enumerate([[1, 2, 3, 4], [1, 2, 3], [1], [1, 2]]):
+            np.testing.assert_array_equal(verified.tokens[row, : len(text)], text)
+
+
+def test_a_row_is_verified_alike_alone_and_in_any_batch():
+    gamma, num = 3, 12
+    p, q = chains(13, gamma)
+    tokens, probs = draw_drafts(q, num)
+    p = target_rows(p, tokens)
+    draft = Draft(jnp.asarray(tokens), jnp.asarray(probs), jnp.full(num, gamma))
+    together = verify(p, draft, keys(num))
+    order = np.random.default_rng(0).permutation(num)
+    shuffled = verify(p[order], jax.tree.map(lambda x: x[order], draft), keys(num)[order])
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[order], y), together, shuffled)
+    alone = verify(p[5:6], jax.tree.map(lambda x: x[5:6], draft), keys(num)[5:6])
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[5:6], y), together, alone)
+
+
+def test_acceptances_of_one_row_are_independent_of_each_other_and_of_the_replacement():
+    """Each of G tests passes with 1/2, whatever the others did; a shared random number would show here."""
+    gamma = 3
+    p = jnp.broadcast_to(jnp.array([0.5, 0.5, 0, 0, 0]), (ROWS, gamma + 1, V))
+    draft = Draft(jnp.zeros((ROWS, gamma), jnp.int32), None, jnp.full(ROWS, gamma))
+    verified = verify(p, draft, keys(ROWS, 3))
+    assert chi_square(np.bincount(verified.num_accepted), np.array([1 / 2, 1 / 4, 1 / 8, 1 / 8])) > 0.001
+    bonus = np.asarray(verified.tokens[:, gamma])[np.asarray(verified.num_accepted) == gamma]
+    assert chi_square(np.bincount(bonus), np.array([0.5, 0.5])) > 0.001
