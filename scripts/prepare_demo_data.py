@@ -2,8 +2,9 @@
 
 python scripts/prepare_demo_data.py --libreoffice=DIR --tatoeba=FILE --output=DIR
 
-writes train.tsv, {valid,test}_{libreoffice,tatoeba}.tsv and test_tatoeba_refs.jsonl (all references of each
-sentence). Nothing that is held out stands in train, not even with other capitals or punctuation.
+writes train.tsv, train_tatoeba.tsv (its short sentences alone), {valid,test}_{libreoffice,tatoeba}.tsv and
+test_tatoeba_refs.jsonl (all references of each sentence). Nothing that is held out stands in train, not even
+with other capitals or punctuation.
 """
 
 import hashlib
@@ -80,12 +81,14 @@ def prepare(libreoffice: Path, tatoeba: str, output: Path, num_test: int, num_va
         [references(groups[key]) for key in keys] for keys in (held_out[:num_test], held_out[num_test:])
     )
 
+    short = {pair for group in groups.values() for pair in group}
     unique = dict.fromkeys(manuals['train'] + [pair for group in groups.values() for pair in group])
     forbidden = {sentence_key(pair.source) for pair in manuals['valid'] + manuals['test']}.union(held_out)
     train = [pair for pair in unique if sentence_key(pair.source) not in forbidden]
 
     output.mkdir(parents=True, exist_ok=True)
     write_pairs(output / 'train.tsv', train)
+    write_pairs(output / 'train_tatoeba.tsv', [pair for pair in train if pair in short])
     for split, chosen in (('valid', valid), ('test', test)):
         write_pairs(output / f'{split}_libreoffice.tsv', manuals[split])
         first = [Example(sentence['source'], sentence['targets'][0]) for sentence in chosen]

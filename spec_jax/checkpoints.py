@@ -1,41 +1,158 @@
-"""Training checkpoints through Orbax."""
+"""Training checkpoints through Orbax, and the tokenizer that goes with a model.
+
+A checkpoint is the list of the leaves of a pytree, in `jax.tree` order: it does not depend on the names of
+classes. Model folders for others to load are `models/t5_weights.py`'s affair.
+"""
 
 from __future__ import annotations
 
+import os
 import pathlib
+import shutil
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-
-def open_manager(directory: str | pathlib.Path, keep: int = 2) -> ocp.CheckpointManager:
-    """A manager of the numbered checkpoints in `directory`, which is created; the last `keep` stay."""
-    path = pathlib.Path(directory).absolute()
-    path.mkdir(parents=True, exist_ok=True)
-    return ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True))
+TOKENIZER_FILES = ('spiece.model', '*token*.json')  # tokenizer.json, tokenizer_config.json and their like
 
 
-def save(manager: ocp.CheckpointManager, step: int, state) -> None:
-    """Saves a pytree under `step`; Orbax renames a finished checkpoint into place, so half a one never counts."""
-    manager.save(step, args=ocp.args.StandardSave(jax.tree.leaves(state)))
+def open_manager(directory: str | os.PathLike, keep: int = 2) -> ocp.CheckpointManager:
+    """A manager of the numbered checkpoints in `directory`, which is created; the last `keep` stay.
 
-
-def restore_latest(manager: ocp.CheckpointManager, like):
-    """The newest checkpoint in the form of `like`, or None where there is none.
+    It saves at once and not in the background, so that a full disk is an error of the step that met it.
 
     Raises:
-      ValueError: where the checkpoint holds other arrays than `like`.
+      OSError: the folder cannot be written.
+    """
+    path = pathlib.Path(directory).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    _remove_unfinished(path)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, create=False, enable_async_checkpointing=False, enable_background_delete=False
+    )
+    return _manager(path, options)
+
+
+def open_to_read(directory: str | os.PathLike) -> ocp.CheckpointManager:
+    """A manager that changes nothing, even while another process writes there.
+
+    Raises:
+      FileNotFoundError: there is no such folder.
+    """
+    path = pathlib.Path(directory).absolute()
+    if not path.is_dir():
+        raise FileNotFoundError(f'{directory}: expected a folder of checkpoints, found none; check --workdir')
+    return _manager(path, ocp.CheckpointManagerOptions(read_only=True))
+
+
+def save(manager: ocp.CheckpointManager, step: int, state: Any) -> None:
+    """Saves a pytree under `step`, where there is no checkpoint of that number yet.
+
+    Orbax renames a finished checkpoint into place, so half a one never counts, and the older ones stay
+    until it is there.
+
+    Raises:
+      OSError: it could not be written.
+    """
+    if step in manager.all_steps():
+        return
+    try:
+        manager.save(step, args=ocp.args.StandardSave(jax.tree.leaves(state)))
+    except Exception as error:  # Orbax and TensorStore raise many kinds
+        _remove_unfinished(
+            pathlib.Path(manager.directory)
+        )  # what is still being written goes at the next start
+        raise OSError(
+            f'{manager.directory}: expected to save step {step}, got {_shortly(error)}; '
+            'make room or choose another --workdir, then start again: older checkpoints are intact'
+        ) from error
+
+
+def restore_latest(manager: ocp.CheckpointManager, like: Any) -> Any:
+    """The newest checkpoint in the form of the pytree `like`, or None where there is none.
+
+    Args:
+      like: arrays, or their shapes as of `jax.eval_shape`; these are put on the first device.
+
+    Raises:
+      ValueError: the checkpoint is damaged, or holds other arrays than `like`.
     """
     step = manager.latest_step()
     if step is None:
         return None
+    where = f'{manager.directory}/{step}'
     leaves, treedef = jax.tree.flatten(like)
-    abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, 'sharding', None)) for leaf in leaves]
+    try:
+        stored = manager.item_metadata(step)
+        came = [(tuple(leaf.shape), leaf.dtype) for leaf in stored]
+    except Exception as error:  # Orbax raises many kinds
+        raise ValueError(_damaged(where, error)) from error
+    expected = [(leaf.shape, leaf.dtype) for leaf in leaves]
+    if came != expected:
+        raise ValueError(f'{where}: {_difference(like, expected, came)}')
+    first_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first_device)
+        for leaf in leaves
+    ]
     try:
         restored = manager.restore(step, args=ocp.args.StandardRestore(abstract))
-    except Exception as error:  # orbax raises many kinds
-        raise ValueError(
-            f'{manager.directory}/{step}: expected a checkpoint of this configuration, '
-            f'got {type(error).__name__}: {str(error).splitlines()[0][:200]}; use another --workdir or the old configuration'
-        ) from error
+    except Exception as error:
+        raise ValueError(_damaged(where, error)) from error
     return jax.tree.unflatten(treedef, restored)
+
+
+def tokenizer_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Those of a folder's files that make up its tokenizer."""
+    return sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)})
+
+
+def copy_tokenizer(source: str | os.PathLike, tokenizer, folder: pathlib.Path) -> None:
+    """Puts a tokenizer's files into a folder, which is created.
+
+    They are copied where `source` is a folder, since what transformers 5 writes, its version 4 refuses.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if not pathlib.Path(source).expanduser().is_dir():
+        tokenizer.save_pretrained(folder)
+        return
+    for path in tokenizer_files(pathlib.Path(source).expanduser()):
+        shutil.copyfile(path, folder / path.name)
+
+
+def _manager(path: pathlib.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+    # Named here, the handler can tell what a checkpoint holds before it is restored.
+    return ocp.CheckpointManager(path, options=options, item_handlers=ocp.StandardCheckpointHandler())
+
+
+def _remove_unfinished(directory: pathlib.Path) -> None:
+    for path in directory.glob('*orbax-checkpoint-tmp*'):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _difference(like: Any, expected: list, came: list) -> str:
+    """The first leaf in which a checkpoint differs from what the configuration makes."""
+    advice = 'use the old configuration and tokenizer, or another --workdir'
+    if len(came) != len(expected):
+        return f'expected {len(expected)} arrays of this configuration, got {len(came)}; {advice}'
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)]
+    n = next(n for n in range(len(came)) if came[n] != expected[n])
+    (shape, dtype), (came_shape, came_dtype) = expected[n], came[n]
+    return f'expected {names[n]} as {dtype}{list(shape)}, got {came_dtype}{list(came_shape)}; {advice}'
+
+
+def _damaged(where: str, error: Exception) -> str:
+    return (
+        f'{where}: expected a whole checkpoint, got {_shortly(error)}; '
+        'remove this folder to go on from the checkpoint before it'
+    )
+
+
+def _shortly(error: Exception) -> str:
+    """What happened, in some 200 characters: TensorStore says where at the beginning and why at the end."""
+    text = ' '.join(str(error).split())
+    text = text.partition(' [tensorstore_spec=')[0].partition(' See full TensorStore details')[0]
+    if len(text) > 200:
+        text = f'{text[:80]} ... {text[-110:]}'
+    return f'{type(error).__name__}: {text}' if text else type(error).__name__

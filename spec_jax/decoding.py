@@ -28,7 +28,7 @@ from jax import Array, lax
 
 from spec_jax import cache as kv
 from spec_jax.drafters.base import Drafter
-from spec_jax.models.base import Model
+from spec_jax.models.base import Model, last_tokens, read_window
 from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys, sample, split_rows
 from spec_jax.types import Context, Draft, Inputs, Output, SpecState, Stats
 from spec_jax.verification import acceptance_probability, at_token, verify_chain
@@ -95,7 +95,7 @@ def _generate(target, drafter, inputs, keys, *, gamma, max_new_tokens, sampling)
 
 
 def prefill(
-    target: Model, drafter: Drafter, inputs: Inputs, keys: Array, *, gamma: int, max_new_tokens: int
+    target: Model, drafter: Drafter | None, inputs: Inputs, keys: Array, *, gamma: int, max_new_tokens: int
 ) -> SpecState:
     """Encodes the prompts for both models and lays out the buffers."""
     batch = inputs.tokens.shape[0]
@@ -108,7 +108,7 @@ def prefill(
             round=jnp.zeros((), jnp.int32),
             keys=keys,
             target_cache=target.encode(inputs, num_slots),
-            draft_state=drafter.init(inputs, num_slots),
+            draft_state=None if drafter is None else drafter.init(inputs, num_slots),
             stats=_no_stats(batch, gamma),
         )
 
@@ -168,29 +168,31 @@ def speculative_step(
 
 @partial(jax.jit, static_argnames=('max_new_tokens', 'sampling'))
 def _plain_generate(target, inputs, keys, *, max_new_tokens, sampling) -> Output:
-    batch = inputs.tokens.shape[0]
-    state = SpecState(
-        context=_start(target, batch, max_new_tokens + 2),
-        done=~inputs.mask.any(-1),
-        failed=jnp.zeros((batch,), bool),
-        round=jnp.zeros((), jnp.int32),
-        keys=keys,
-        target_cache=target.encode(inputs, max_new_tokens + 1),
-        draft_state=None,
-        stats=_no_stats(batch, 0),
-    )
+    state = start_plain(target, inputs, keys, max_new_tokens=max_new_tokens)
     body_fn = partial(plain_step, target, max_new_tokens=max_new_tokens, sampling=sampling)
     state = lax.while_loop(cond_fn, body_fn, state)
     return finish(state.context, state.failed, state.stats, max_new_tokens, target.pad_id)
 
 
-def plain_step(target: Model, state: SpecState, *, max_new_tokens: int, sampling: SamplingConfig) -> SpecState:
-    """One token a row."""
+def start_plain(target: Model, inputs: Inputs, keys: Array, *, max_new_tokens: int) -> SpecState:
+    """`prefill` without a draft, with the room that `read_window` needs."""
+    return prefill(target, None, inputs, keys, gamma=1, max_new_tokens=max_new_tokens)
+
+
+def plain_step(
+    target: Model, state: SpecState, *, max_new_tokens: int, sampling: SamplingConfig
+) -> SpecState:
+    """One token a row.
+
+    At batch 1 each call reads the last two tokens: a product with a single row is slower than one with two on
+    TPU (it leaves the matrix unit) and on CPU alike.
+    """
     context = state.context
-    newest = context.length[:, None] - 1
-    tokens = jnp.take_along_axis(context.tokens, newest, axis=1)
-    hidden, target_cache = target.decode(tokens, newest, state.target_cache)
-    p = logits_to_probs(target.logits(hidden)[:, -1], sampling)  # [B, V]
+    window = 2 if context.length.shape[0] == 1 else 1
+    logits, target_cache = read_window(
+        target, state.target_cache, last_tokens(context, window), context.length - 1
+    )
+    p = logits_to_probs(logits, sampling)  # [B, V]
     token = sample(jax.vmap(lambda key: jax.random.fold_in(key, state.round))(state.keys), p)[:, None]
 
     broken = jnp.isnan(p[:, 0]) & ~state.done
@@ -203,7 +205,7 @@ def plain_step(target: Model, state: SpecState, *, max_new_tokens: int, sampling
         done=state.done | ended | broken,
         failed=state.failed | broken,
         round=state.round + 1,
-        target_cache=target.rollback(target_cache, context.length - 1),
+        target_cache=target_cache,
         stats=state.stats.replace(
             rounds=state.stats.rounds + (emitted > 0), emitted=state.stats.emitted + emitted
         ),

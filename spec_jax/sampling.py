@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+_BLOCK = 128  # tokens that `sample` sums before it looks at any of them
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
@@ -65,10 +67,11 @@ def logits_to_probs(logits: Array, config: SamplingConfig) -> Array:
     if config.vocab_limit is not None and config.vocab_limit < vocab_size:
         logits = jnp.where(jnp.arange(vocab_size) < config.vocab_limit, logits, -jnp.inf)
     if config.temperature == 0:
-        top = jnp.argmax(logits, axis=-1, keepdims=True)
-        one_hot = (jnp.arange(vocab_size) == top).astype(jnp.float32)
-        return jnp.where(jnp.isnan(logits.max(-1, keepdims=True)), jnp.nan, one_hot)
-    probs = jax.nn.softmax(logits / config.temperature, axis=-1)
+        highest = logits.max(-1, keepdims=True)
+        one_hot = jnp.arange(vocab_size) == _first(logits == highest)[..., None]
+        return jnp.where(jnp.isnan(highest), jnp.nan, one_hot.astype(jnp.float32))
+    scaled = (logits - logits.max(-1, keepdims=True)) / config.temperature  # this way round: no overflow
+    probs = jax.nn.softmax(scaled, axis=-1)
     if 0 < config.top_k < vocab_size:
         probs = _keep(probs, lambda kept: (kept > 0).sum(-1, keepdims=True) >= config.top_k)
     if config.top_p < 1:
@@ -100,6 +103,8 @@ def _keep(probs: Array, enough) -> Array:
 def sample(keys: Array, weights: Array) -> Array:
     """Draws one token a row by inverting the cumulative sum; one random number each.
 
+    The sum is inverted over blocks of tokens and then within one, which is cheaper than over all V at once.
+
     Args:
       keys: [B] PRNG keys.
       weights: [B, V] float32 >= 0, in proportion to the probabilities.
@@ -107,11 +112,32 @@ def sample(keys: Array, weights: Array) -> Array:
     Returns:
       [B] int32. A token of weight 0 never comes out, however the sums round.
     """
+    blocks = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % _BLOCK)))
+    blocks = blocks.reshape(weights.shape[0], -1, _BLOCK)  # [B, V / block, block]
+    mass = blocks.sum(-1)
+    wanted = jax.vmap(jax.random.uniform)(keys)[:, None] * mass.sum(-1, keepdims=True)  # [B, 1]
+    block, below = _invert(mass, wanted)
+    within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [B, block]
+    return block * _BLOCK + _invert(within, wanted - below[:, None])[0]
+
+
+def _invert(weights: Array, wanted: Array) -> tuple[Array, Array]:
+    """Index [B] of the first weight [B, N] whose cumulative sum exceeds `wanted` [B, 1], and the sum below it."""
     cumulative = jnp.cumsum(weights, axis=-1)
-    uniform = jax.vmap(jax.random.uniform)(keys)[:, None]
-    above = (cumulative > uniform * cumulative[:, -1:]) & (weights > 0)
-    token = jnp.where(above.any(-1), jnp.argmax(above, axis=-1), jnp.argmax(weights, axis=-1))
-    return token.astype(jnp.int32)
+    likely = weights > 0
+    index = jnp.arange(weights.shape[1])
+    last = jnp.where(likely, index, 0).max(-1)  # stands in where rounding leaves none above
+    found = jnp.minimum(_first((cumulative > wanted) & likely), last)
+    return found, jnp.where(index < found[:, None], weights, 0.0).sum(-1)
+
+
+def _first(mask: Array) -> Array:
+    """Index [...] of the first True in mask [..., V], V if there is none.
+
+    A minimum, which vectorises; an argmax carries pairs and takes several times as long on CPU.
+    """
+    size = mask.shape[-1]
+    return jnp.where(mask, jnp.arange(size), size).min(-1)
 
 
 def row_keys(key: Array, rows) -> Array:

@@ -1,13 +1,7 @@
 """A small model as the draft, with an encoder and a cache of its own.
 
 The draft's cache lacks the newest token and, after a round in which all of its tokens were accepted, the
-one before it. So each round begins with a call over the last two tokens of the text:
-
-    text       a  b  c  d  e            e is the newest token
-    cache     -1  a  b  c? .            slot = position + 1; slot 0 is a filler that nobody looks at
-    first step          [d  e]          d's slot is written, or written again; e's is new
-
-The filler stands in for the missing predecessor while the text is the start token alone.
+one before it. So each round begins with a call over the last two tokens of the text (`read_window`).
 
 Axes: B rows, G draft length, W tokens of a window, V vocabulary.
 """
@@ -19,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spec_jax.models.base import Model
+from spec_jax.models.base import Model, last_tokens, read_window
 from spec_jax.sampling import SamplingConfig, logits_to_probs, sample, split_rows
 from spec_jax.types import Cache, Context, Draft, Inputs, Verification
 
@@ -50,20 +44,12 @@ class ModelDrafter:
         vocab_size: int,
     ) -> tuple[Draft, Cache]:
         step_keys = split_rows(keys, gamma)  # [G, B]
-        newest = context.length - 1
-        pair = jnp.stack([jnp.maximum(newest - 1, 0), newest], axis=1)
-        tokens = jnp.take_along_axis(context.tokens, pair, axis=1)  # [B, 2]
 
         def step(cache, tokens, newest, key):
             """Reads tokens [B, W], the last at position `newest`, and draws the next one."""
-            width = tokens.shape[1]
-            positions = newest[:, None] - width + 1 + jnp.arange(width)
-            cache = self.model.rollback(cache, positions[:, 0] + 1)
-            hidden, cache = self.model.decode(tokens, positions, cache)
-            logits = fit_vocabulary(self.model.logits(hidden[:, -1:])[:, 0], vocab_size)
-            probs = logits_to_probs(logits, sampling)
-            token = sample(key, probs)
-            tokens = jnp.concatenate([tokens, token[:, None]], axis=1)
+            logits, cache = read_window(self.model, cache, tokens, newest)
+            probs = logits_to_probs(fit_vocabulary(logits, vocab_size), sampling)
+            tokens = jnp.concatenate([tokens, sample(key, probs)[:, None]], axis=1)
             return cache, tokens[:, -self.window :], probs
 
         def scan_step(carry, key):
@@ -71,10 +57,13 @@ class ModelDrafter:
             cache, tokens, probs = step(cache, tokens, newest, key)
             return (cache, tokens, newest + 1), (tokens[:, -1], probs)
 
-        cache, tokens, probs = step(state, tokens, newest, step_keys[0])
+        newest = context.length - 1
+        cache, tokens, probs = step(state, last_tokens(context, 2), newest, step_keys[0])
         first = (tokens[:, -1], probs)
         (cache, _, _), rest = lax.scan(scan_step, (cache, tokens, newest + 1), step_keys[1:])
-        drawn, probs = jax.tree.map(lambda one, more: jnp.concatenate([one[None], more]).swapaxes(0, 1), first, rest)
+        drawn, probs = jax.tree.map(
+            lambda one, more: jnp.concatenate([one[None], more]).swapaxes(0, 1), first, rest
+        )
         return Draft(drawn, probs, jnp.full_like(context.length, gamma)), cache
 
     def update(self, state: Cache, context: Context, verified: Verification, hidden: Array) -> Cache:
@@ -100,12 +89,12 @@ def check_vocabularies(target: list[str], draft: list[str]) -> None:
         if ours != theirs:
             raise ValueError(
                 f'vocabularies differ: id {index} is {ours!r} in the target and {theirs!r} in the draft; '
-                'a draft must share its target\'s tokenizer'
+                "a draft must share its target's tokenizer"
             )
     if len(target) != len(draft):
         longer, name = (target, 'target') if len(target) > len(draft) else (draft, 'draft')
         index = min(len(target), len(draft))
         raise ValueError(
             f'vocabularies differ: the target has {len(target)} pieces and the draft {len(draft)}; '
-            f'id {index}, {longer[index]!r}, is in the {name} only; a draft must share its target\'s tokenizer'
+            f"id {index}, {longer[index]!r}, is in the {name} only; a draft must share its target's tokenizer"
         )

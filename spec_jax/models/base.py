@@ -1,4 +1,4 @@
-"""What the decoding loop asks of a model.
+"""What the decoding loop asks of a model, and the one-token call that plain decoding and drafts share.
 
 A model is a pytree: its parameters are leaves, so that they enter `jax.jit` as arguments, and all
 else is static. Any class with these members will do; nothing has to inherit from `Model`.
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import jax.numpy as jnp
 from jax import Array
 
-from spec_jax.types import Cache, Inputs
+from spec_jax.types import Cache, Context, Inputs
 
 
 class Model(Protocol):
@@ -58,3 +59,32 @@ class Model(Protocol):
     def rollback(self, cache: Cache, length: Array) -> Cache:
         """Keeps the first `length` [B] slots of each row."""
         ...
+
+
+def read_window(model: Model, cache: Cache, tokens: Array, newest: Array) -> tuple[Array, Cache]:
+    """Reads the last W tokens of the text, of which W - 1 may have been read before.
+
+    The cache keeps position i in slot i + 1, and slot 0 for a filler at position -1, which nobody looks at;
+    so the window fits when the text is the start token alone. A slot read before is written again:
+
+        slots        -1  a  b  c  .        text a b c d, newest = 3
+        W = 2                 [c  d]       c's slot is rewritten, d's is new
+
+    Args:
+      tokens: [B, W] int32, the last at position `newest`.
+      newest: [B] int32.
+
+    Returns:
+      The scores [B, V] float32 of the token after the newest one, and the cache.
+    """
+    width = tokens.shape[1]
+    positions = newest[:, None] - width + 1 + jnp.arange(width)
+    cache = model.rollback(cache, positions[:, 0] + 1)
+    hidden, cache = model.decode(tokens, positions, cache)
+    return model.logits(hidden[:, -1:])[:, 0], cache
+
+
+def last_tokens(context: Context, width: int) -> Array:
+    """The last `width` tokens [B, W] of the text; the first one again where there are fewer."""
+    index = context.length[:, None] - width + jnp.arange(width)
+    return jnp.take_along_axis(context.tokens, jnp.maximum(index, 0), axis=1)

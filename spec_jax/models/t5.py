@@ -16,6 +16,7 @@ from functools import partial
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -23,7 +24,7 @@ from spec_jax import cache as kv
 from spec_jax.models.layers import MLP, Attention, RMSNorm, einsum
 from spec_jax.types import Inputs, Params
 
-ACTIVATIONS = {'relu': jax.nn.relu, 'gelu': partial(jax.nn.gelu, approximate=True)}  # T5's GELU is the tanh form
+ACTIVATIONS = {'relu': jax.nn.relu, 'gelu': partial(jax.nn.gelu, approximate=True)}  # GELU's tanh form
 _MASKED = -1e9  # added to the score of a slot that must not be seen; finite, so that a row of them is no NaN
 
 
@@ -90,9 +91,21 @@ def relative_bucket(distance: Array, *, bidirectional: bool, num_buckets: int, m
     else:
         distance = jnp.maximum(-distance, 0)  # the future shares bucket 0; the mask hides it
     exact = num_buckets // 2
-    ratio = jnp.log(jnp.maximum(distance, exact) / exact) / jnp.log(max_distance / exact)
-    far = exact + (ratio * (num_buckets - exact)).astype(jnp.int32)
-    return offset + jnp.where(distance < exact, distance, jnp.minimum(far, num_buckets - 1))
+    bounds = _bucket_bounds(exact, num_buckets, max_distance)
+    far = exact - 1 + (distance[..., None] >= bounds).sum(-1)
+    return offset + jnp.where(distance < exact, distance, far)
+
+
+@functools.cache
+def _bucket_bounds(exact: int, num_buckets: int, max_distance: int) -> np.ndarray:
+    """Distances at which each of the logarithmic buckets begins, found on the host.
+
+    16, 32 and 64 lie on borders, where another device's logarithm may round to the bucket below.
+    """
+    distance = np.arange(exact, max_distance + 1)
+    growth = np.log(distance / exact) / np.log(max_distance / exact) * (num_buckets - exact)
+    bucket = np.minimum(np.floor(growth + 1e-9), num_buckets - exact - 1)
+    return distance[np.searchsorted(bucket, np.arange(num_buckets - exact))]
 
 
 def _hide(mask: Array) -> Array:
@@ -141,7 +154,9 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.d_model, config.epsilon)
         self.mlp = _mlp(config, rngs)
 
-    def __call__(self, x: Array, store, bias: Array, cross: tuple[Array, Array], cross_bias: Array, drop) -> Array:
+    def __call__(
+        self, x: Array, store, bias: Array, cross: tuple[Array, Array], cross_bias: Array, drop
+    ) -> Array:
         """`store` takes the new tokens' keys and values and returns all that they may attend to."""
         normed = self.self_norm(x)
         key, value = store(*self.self_attention.keys_values(normed))
@@ -191,7 +206,9 @@ class T5Module(nnx.Module):
         head = self.embedding if self.head is None else self.head
         return einsum('btd,vd->btv', hidden, head[...], jnp.float32)
 
-    def forward(self, source: Array, source_mask: Array, decoder_input: Array, dtype, drop=lambda x: x) -> Array:
+    def forward(
+        self, source: Array, source_mask: Array, decoder_input: Array, dtype, drop=lambda x: x
+    ) -> Array:
         """Teacher forcing: source [B, S], decoder_input [B, T] -> logits [B, T, V] float32."""
         cross = self.cross(self.encode(source, source_mask, dtype, drop))
         positions = jnp.arange(decoder_input.shape[1])[None]
@@ -206,7 +223,8 @@ class T5Module(nnx.Module):
     def decode(self, tokens: Array, positions: Array, cache: T5Cache, dtype) -> tuple[Array, T5Cache]:
         """tokens, positions [B, T] at the end of the cache -> hidden [B, T, D], the cache T slots longer."""
         own, start = kv.append(cache.own, positions)
-        bias = self.decoder_bias(positions, own.positions) + _hide(kv.causal_mask(own, tokens.shape[1]))[:, None]
+        seen = kv.causal_mask(own, tokens.shape[1])  # [B, T, L]
+        bias = self.decoder_bias(positions, own.positions) + _hide(seen)[:, None]  # [B, H, T, L]
         keys, values = list(own.keys), list(own.values)
 
         x = self.embedding[...][tokens].astype(dtype)
@@ -253,13 +271,13 @@ class T5:
 
     params: Params
     config: T5Config = flax.struct.field(pytree_node=False)
-    dtype: jnp.dtype = flax.struct.field(pytree_node=False, default=jnp.float32)
+    dtype: jnp.dtype = flax.struct.field(pytree_node=False, default=jnp.dtype('float32'))
 
     @classmethod
     def create(cls, config: T5Config, key: Array, dtype=jnp.float32) -> T5:
         """A T5 with random weights, initialised as the paper's."""
         module = T5Module(config, rngs=nnx.Rngs(params=key))
-        return cls(nnx.state(module, nnx.Param), config, dtype)
+        return cls(nnx.state(module, nnx.Param), config, jnp.dtype(dtype))
 
     @property
     def module(self) -> T5Module:
@@ -287,7 +305,9 @@ class T5:
         cross = module.cross(module.encode(inputs.tokens, inputs.mask, self.dtype))
         batch = inputs.tokens.shape[0]
         return T5Cache(
-            own=kv.init(config.num_decoder_layers, batch, config.num_heads, num_slots, config.d_kv, self.dtype),
+            own=kv.init(
+                config.num_decoder_layers, batch, config.num_heads, num_slots, config.d_kv, self.dtype
+            ),
             cross_keys=tuple(key for key, _ in cross),
             cross_values=tuple(value for _, value in cross),
             cross_bias=_hide(inputs.mask)[:, None, None, :],

@@ -1,4 +1,7 @@
-"""Losses over padded batches. Axes: B rows, T tokens, V vocabulary."""
+"""Losses over padded batches, in nats. Axes: B rows, T tokens, V vocabulary.
+
+Each returns a sum over the labels that count and their number, so that batches can be averaged together.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from jax import Array
 
 
 def cross_entropy(logits: Array, labels: Array, mask: Array, smoothing: float = 0.0) -> tuple[Array, Array]:
-    """Token cross-entropy, in nats.
+    """Token cross-entropy.
 
     Args:
       logits: [B, T, V] float32.
@@ -24,5 +27,24 @@ def cross_entropy(logits: Array, labels: Array, mask: Array, smoothing: float = 
     loss = log_normalizer - label_logit
     if smoothing:
         loss = (1 - smoothing) * loss + smoothing * (log_normalizer - logits.mean(-1))
+    weight = mask.astype(jnp.float32)
+    return (loss * weight).sum(), weight.sum()
+
+
+def distillation(logits: Array, teacher_logits: Array, mask: Array) -> tuple[Array, Array]:
+    """Word-level distillation (Kim and Rush 2016): cross-entropy under the teacher's distribution.
+
+    It is KL(teacher, student) plus the teacher's entropy, which no student can change.
+
+    Args:
+      logits: [B, T, V] float32.
+      teacher_logits: [B, T, V] float32.
+      mask: [B, T] bool, True where a position counts.
+
+    Returns:
+      The sum over the positions that count and their number, both float32 scalars.
+    """
+    teacher = jax.nn.softmax(teacher_logits, axis=-1)
+    loss = -(teacher * jax.nn.log_softmax(logits, axis=-1)).sum(-1)
     weight = mask.astype(jnp.float32)
     return (loss * weight).sum(), weight.sum()

@@ -1,0 +1,111 @@
+"""Decodes a file of texts with a T5 pair, speculatively, plainly, or both ways to compare.
+
+    python scripts/generate.py --config=configs/demo_ende.py --config.data.path=my.txt --workdir=W
+
+Leaves W/output.txt, a line for each line of the input, and W/report.json. Stopped at any moment and started again
+with the same command, it goes on where it was.
+"""
+
+import time
+import zlib
+from functools import partial
+
+from absl import flags
+from tqdm import tqdm
+
+from spec_jax import analysis, cli, data, pipeline, report
+from spec_jax.drafters.build import build_drafter
+from spec_jax.journal import Journal
+from spec_jax.models.t5_weights import load_t5
+from spec_jax.tokenizers import load_tokenizer
+
+_CONFIG = cli.define_config()
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for output.txt and report.json.', required=True)
+_SHOWN = 5  # lines printed as a sample
+_progress = partial(tqdm, unit='batch', dynamic_ncols=True)
+
+
+def main(_):
+    config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
+    settings = pipeline.settings_from(config)
+    examples = data.read_examples(config.data.path, config.data.format or None)
+    examples = examples[: config.data.limit or None]
+    tokenizer = load_tokenizer(config.target)
+    target = load_t5(config.target, config.dtype)
+    drafter = build_drafter(config.draft, tokenizer, config.dtype)
+    settings = pipeline.fit_to_vocabulary(settings, target, tokenizer)
+    sources, num_truncated = data.encode_sources(
+        tokenizer,
+        [example.source for example in examples],
+        prefix=config.data.prefix,
+        max_source_length=config.max_source_length,
+        on_long=config.on_long,
+    )
+    if num_truncated:
+        print(f'{num_truncated} of {len(sources)} sources cut to {config.max_source_length} tokens')
+
+    run = _compare if config.compare else partial(_decode, unfinished=workdir / 'unfinished.jsonl')
+    outputs, figures = run(target, drafter, sources, settings, config)
+    texts = {name: tokenizer.batch_decode(ids, skip_special_tokens=True) for name, ids in outputs.items()}
+    final = texts['speculative' if settings.gamma else 'plain']
+    figures |= dict(lines=len(final), truncated=num_truncated, bleu=pipeline.bleu(final, examples))
+    report.write_text(workdir / 'output.txt', ''.join(f'{text}\n' for text in final))
+    figures = report.write_report(workdir, figures, config)
+    (workdir / 'unfinished.jsonl').unlink(missing_ok=True)
+    _show(examples, texts, figures)
+    print(f'\nall {len(final)} lines: {workdir / "output.txt"}   figures: {workdir / "report.json"}')
+
+
+def _decode(target, drafter, sources, settings, config, unfinished):
+    """Decodes once; the rate includes prefill and compilation. Returns ids by decoder, and figures."""
+    name, rate = ('speculative', 'tokens_per_s') if settings.gamma else ('plain', 'plain_tokens_per_s')
+    if settings.gamma:
+        program = pipeline.speculative_program(target, drafter, settings)
+    else:
+        program = pipeline.plain_program(target, settings)
+    run = dict(config=config.to_dict(), sources=zlib.crc32(b''.join(ids.tobytes() for ids in sources)))
+    journal = Journal.open(unfinished, run)
+    known = sum(len(record['ids']) for record in journal.records.values())
+    if known:
+        print(f'{len(journal.records)} lines were decoded before; going on')
+    start = time.perf_counter()
+    decoded = pipeline.decode_lines(sources, settings, program, partial(_progress, desc='decoding'), journal)
+    seconds = time.perf_counter() - start
+    figures = analysis.acceptance_figures(decoded.stats)
+    return {name: decoded.ids}, figures | {rate: (figures['tokens'] - known) / seconds}
+
+
+def _compare(target, drafter, sources, settings, config):
+    """Decodes both ways in turn, measures, and sees whether greedy outputs agree."""
+    if not settings.gamma:
+        raise ValueError('compare: expected a draft and gamma >= 1 to compare with plain decoding; got none')
+    programs = dict(
+        plain=pipeline.plain_program(target, settings),
+        speculative=pipeline.speculative_program(target, drafter, settings),
+    )
+    timer = pipeline.step_timer(target, drafter, sources, settings)
+    results = pipeline.compare(
+        sources,
+        settings,
+        programs,
+        repeats=config.repeats,
+        progress=partial(_progress, desc='comparing'),
+        timer=timer,
+    )
+    figures = pipeline.comparison_figures(results, timer.medians(), settings)
+    if config.temperature == 0:
+        figures |= pipeline.agreement(target, sources, results['plain'].ids, results['speculative'].ids)
+    return {name: result.ids for name, result in results.items()}, figures
+
+
+def _show(examples, texts, figures):
+    """A sample of the outputs, then the figures."""
+    for line in range(min(_SHOWN, len(examples))):
+        print(f'\n{"source":>12}  {examples[line].source}')
+        for name, outputs in texts.items():
+            print(f'{name:>12}  {outputs[line]}')
+    print('\n' + report.summary(figures))
+
+
+if __name__ == '__main__':
+    cli.run(main)

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Makes .venv, installs what the tests need, lints, and runs the tests. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/venv.sh
+install requirements-dev.txt
+ruff check .
+ruff format --check .
+python -m pytest -q "$@"

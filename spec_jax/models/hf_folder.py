@@ -1,0 +1,254 @@
+"""Model folders as Hugging Face lays them out: config.json beside safetensors files, read and written.
+
+Files are parsed, never executed: no pickle, no torch. Tensors pass one at a time (or one shard at a
+time, when written), so that host memory holds little more than the weights. What the tensors mean is
+each family's own affair (`t5_weights.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Set
+
+import ml_dtypes  # noqa: F401  teaches NumPy, and so safetensors, bfloat16
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+CONFIG, WEIGHTS, INDEX = 'config.json', 'model.safetensors', 'model.safetensors.index.json'
+_TOKENIZER = ('spiece.model', '*token*.json')  # tokenizer.json, special_tokens_map.json and their like
+_HUB_ID = re.compile(r'\w[\w.-]*(/\w[\w.-]*)?')
+
+
+def fetch(source: str | os.PathLike, revision: str | None = None) -> pathlib.Path:
+    """The folder of a model and its tokenizer: `source` itself, or where the hub's files were put.
+
+    Args:
+      source: a folder, or a hub id (`name` or `owner/name`) where there is no such folder.
+      revision: branch, tag or commit on the hub.
+
+    Raises:
+      FileNotFoundError: there is no such folder, nor a repository that can be had.
+      ValueError: `source` is a file.
+    """
+    folder = pathlib.Path(source).expanduser()
+    expected = f'{source}: expected a folder with {CONFIG} and {WEIGHTS}'
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f'{expected}, got a file; name the folder that holds it')
+    if not _HUB_ID.fullmatch(str(source)):
+        raise FileNotFoundError(f'{expected}, found none; check the path')
+
+    # Slow to import, and most runs have their models at hand.
+    from huggingface_hub import errors, snapshot_download
+
+    patterns = [CONFIG, '*.safetensors', INDEX, *_TOKENIZER]
+    try:
+        return pathlib.Path(snapshot_download(str(source), revision=revision, allow_patterns=patterns))
+    except errors.RepositoryNotFoundError as error:
+        what = 'the hub shows no such repository; check the name, or log in with `hf auth login`'
+        raise FileNotFoundError(f'{expected} or a hub id, found no folder, and {what}') from error
+    except errors.RevisionNotFoundError as error:
+        what = f'the hub has no revision {revision!r} of it; name another'
+        raise FileNotFoundError(f'{expected} or a hub id, found no folder, and {what}') from error
+    except Exception as error:  # the client raises whatever its transport does
+        what = f'the hub could not be reached ({type(error).__name__}); check the path or the network'
+        raise FileNotFoundError(f'{expected} or a hub id, found no folder, and {what}') from error
+
+
+def read_config(folder: pathlib.Path) -> dict:
+    """The content of config.json.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is no JSON object.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(
+            f'{folder}: expected {CONFIG} and {WEIGHTS}, found no {CONFIG}; check the path'
+        )
+    return _read_json(path)
+
+
+class Checkpoint:
+    """The tensors of a folder's safetensors files, read when asked for.
+
+    Raises:
+      FileNotFoundError: no safetensors file, or a shard is missing.
+      ValueError: a file is damaged.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        self._stored = {}  # name -> (path, open file, name in it)
+        for path in _weight_files(folder):
+            try:
+                file = safe_open(path, framework='np')
+            except (SafetensorError, OSError) as error:
+                raise ValueError(_damaged(path, error)) from error
+            self._stored.update((name, (path, file, name)) for name in file.keys())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def drop(self, name: str) -> None:
+        """Leaves a tensor out of account."""
+        del self._stored[name]
+
+    def rename(self, old: str, new: str) -> None:
+        self._stored[new] = self._stored.pop(old)
+
+    def expect(self, names: Set[str], ignore: Set[str] = frozenset()) -> None:
+        """Raises ValueError unless all these tensors are there, and no others except `ignore`."""
+        expected = f'{self.folder}: expected the {len(names)} tensors that {CONFIG} asks for'
+        if missing := names - self._stored.keys():
+            raise ValueError(f'{expected}, got no {_listed(missing)}; complete the files or correct {CONFIG}')
+        if extra := self._stored.keys() - names - ignore:
+            raise ValueError(
+                f'{expected}, got {_listed(extra)} besides; use a plain model or correct {CONFIG}'
+            )
+
+    def read(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """A tensor in its stored float type; ValueError where it is no float or not of this shape."""
+        path, file, stored_name = self._stored[name]
+        try:
+            header = file.get_slice(stored_name)
+            came, kind = tuple(header.get_shape()), header.get_dtype()
+            if shape is not None and came != shape:
+                raise ValueError(f'{path}: expected {name} of shape {shape}, got {came}; correct {CONFIG}')
+            if kind not in ('F64', 'F32', 'F16', 'BF16'):
+                raise ValueError(
+                    f'{path}: expected floats in {name}, got {kind}; store it as float32 or bfloat16'
+                )
+            return file.get_tensor(stored_name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(_damaged(path, error)) from error
+
+
+def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The folder's safetensors files: the one, or the shards of its index."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    index = folder / INDEX
+    if not index.is_file():
+        expected = f'{folder}: expected {WEIGHTS} or {INDEX}'
+        if pickles := sorted(path.name for path in folder.glob('*.bin')):
+            what = f'got {pickles[0]}, a pickle, which is never loaded here; convert it to safetensors'
+            raise FileNotFoundError(f'{expected}, {what}')
+        what = 'found neither; complete the download, or convert the weights to safetensors'
+        raise FileNotFoundError(f'{expected}, {what}')
+    weight_map = _read_json(index).get('weight_map')
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ValueError(f'{index}: expected a weight_map of names to files, got none; download it again')
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
+        if pathlib.PurePath(shard).name != shard:
+            raise ValueError(f'{index}: expected shards in its own folder, got {shard!r}; download it again')
+        if not (folder / shard).is_file():
+            raise FileNotFoundError(f'{folder}: expected shard {shard}, found none; complete the download')
+    return [folder / shard for shard in shards]
+
+
+@contextlib.contextmanager
+def replacing(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
+    """A folder to write a model into, which takes the place of `folder` when all is written.
+
+    In a folder that exists the old model is replaced and other files, such as a tokenizer, stay; it has
+    no config.json, and so is no model, while old files and new ones are mixed in it.
+
+    Raises:
+      OSError: the folder cannot be written; nothing half-written is left.
+    """
+    target = pathlib.Path(folder).expanduser().resolve()
+    mark = f'.{target.name}.tmp{os.getpid()}'
+    staging = target / mark if target.is_dir() else target.with_name(mark)
+    try:
+        if target.exists() and not target.is_dir():
+            raise NotADirectoryError('a file of that name')
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        try:
+            yield staging
+            _publish(staging, target)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f'{folder}: expected a folder to write a model to, got {error}; name another'
+        ) from error
+
+
+def _publish(staging: pathlib.Path, target: pathlib.Path) -> None:
+    for path in staging.glob('*.safetensors'):
+        shutil.copymode(staging / CONFIG, path)  # safetensors makes files for the owner alone
+    if not target.exists():
+        staging.rename(target)
+        return
+    for old in (CONFIG, INDEX, 'model*.safetensors'):
+        for path in target.glob(old):
+            path.unlink()
+    for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG):
+        path.replace(target / path.name)
+
+
+def write_config(folder: pathlib.Path, content: dict) -> None:
+    (folder / CONFIG).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+
+
+def write_tensors(
+    folder: pathlib.Path, sizes: dict[str, int], tensor: Callable[[str], np.ndarray], max_shard_size: int
+) -> None:
+    """Writes model.safetensors, or several shards and their index.
+
+    Args:
+      folder: an empty one.
+      sizes: bytes of each tensor by name.
+      tensor: gives a tensor by name.
+      max_shard_size: bytes of a shard; a tensor larger than that stands alone.
+    """
+    shards, room = [[]], max_shard_size
+    for name, size in sizes.items():
+        if shards[-1] and size > room:
+            shards.append([])
+            room = max_shard_size
+        shards[-1].append(name)
+        room -= size
+    weight_map = {}
+    for i, names in enumerate(shards, start=1):
+        file = WEIGHTS if len(shards) == 1 else f'model-{i:05}-of-{len(shards):05}.safetensors'
+        # safetensors stores the memory as it lies, whatever the strides
+        tensors = {name: np.ascontiguousarray(tensor(name)) for name in names}
+        save_file(tensors, folder / file, metadata={'format': 'pt'})  # transformers insists on a format
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + '\n', encoding='utf-8')
+
+
+def _read_json(path: pathlib.Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding='utf-8'))
+    except (ValueError, OSError) as error:
+        raise ValueError(f'{path}: expected JSON, got something else ({error}); download it again') from error
+    if not isinstance(content, dict):
+        raise ValueError(f'{path}: expected a JSON object, got {type(content).__name__}; download it again')
+    return content
+
+
+def _damaged(path: pathlib.Path, error: Exception) -> str:
+    with open(path, 'rb') as file:
+        if file.read(24) == b'version https://git-lfs.':
+            return f'{path}: expected a safetensors file, got a Git LFS pointer to one; run `git lfs pull`'
+    return f'{path}: expected a safetensors file, got a damaged one ({error}); download it again'
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ', '.join(names[:3]) + (f' and {len(names) - 3} more' if len(names) > 3 else '')

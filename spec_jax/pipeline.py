@@ -1,0 +1,360 @@
+"""From lines of text to decoded lines and a report: what the scripts and notebooks share.
+
+Axes: B rows of a batch, S source length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import sacrebleu
+from ml_collections import ConfigDict
+
+from spec_jax import analysis, data, timing
+from spec_jax.decoding import MAX_GAMMA, generate, plain_generate
+from spec_jax.drafters.base import Drafter
+from spec_jax.journal import Journal
+from spec_jax.models.base import Model
+from spec_jax.sampling import SamplingConfig, row_keys
+from spec_jax.types import Inputs, Output, Stats
+
+NEAR_TIE = 1e-5  # nats
+TIMER_SAMPLES = 15
+_STATS = [field.name for field in dataclasses.fields(Stats)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How to decode.
+
+    Attributes:
+      gamma: draft length; 0 is plain decoding.
+      max_new_tokens: most tokens of an output, EOS included.
+      sampling: how logits become a distribution.
+      batch_size: rows of a batch.
+      max_source_length: widest source, EOS included.
+      seed: of the run; each line's key is folded from it and the line's number.
+    """
+
+    gamma: int
+    max_new_tokens: int
+    sampling: SamplingConfig
+    batch_size: int = 1
+    max_source_length: int = 128
+    seed: int = 0
+
+
+def settings_from(config: ConfigDict) -> Settings:
+    """The settings that a config asks for; plain decoding (gamma 0) where it names no draft.
+
+    Raises:
+      ValueError: for a value out of range.
+    """
+    for name, lowest in (('batch_size', 1), ('max_new_tokens', 1), ('max_source_length', 2), ('repeats', 1)):
+        if config[name] < lowest:
+            raise ValueError(f'{name}: expected an integer >= {lowest}, got {config[name]}')
+    if config.data.limit < 0:
+        raise ValueError(f'data.limit: expected an integer >= 0, got {config.data.limit}; 0 takes all lines')
+    if not 0 <= config.gamma <= MAX_GAMMA:
+        raise ValueError(
+            f'gamma: expected an integer from 0 to {MAX_GAMMA}, got {config.gamma}; 0 decodes plainly'
+        )
+    return Settings(
+        gamma=0 if config.draft.kind == 'none' else config.gamma,
+        max_new_tokens=config.max_new_tokens,
+        sampling=SamplingConfig(config.temperature, config.top_k, config.top_p),
+        batch_size=config.batch_size,
+        max_source_length=config.max_source_length,
+        seed=config.seed,
+    )
+
+
+def fit_to_vocabulary(settings: Settings, target: Model, tokenizer) -> Settings:
+    """Keeps ids out that the head has rows for and the tokenizer no pieces (T5: 32128 and 32100)."""
+    if len(tokenizer) > target.vocab_size:
+        raise ValueError(
+            f"expected a tokenizer of at most {target.vocab_size} pieces, the rows of the target's head; "
+            f'got {len(tokenizer)}: use the tokenizer that the target was trained with'
+        )
+    sampling = dataclasses.replace(settings.sampling, vocab_limit=len(tokenizer))
+    return dataclasses.replace(settings, sampling=sampling)
+
+
+@dataclasses.dataclass
+class Decoded:
+    """Results by line.
+
+    Attributes:
+      ids: int32 array per line, EOS included; empty for an empty line.
+      seconds: decoding time of all batches, prefill and compilation excluded; None if not measured.
+      prefill_seconds: encoding time of all batches; None if not measured.
+      stats: summed counts.
+    """
+
+    ids: list[np.ndarray]
+    stats: Stats
+    seconds: float | None = None
+    prefill_seconds: float | None = None
+
+
+Program = Callable[[Inputs, jax.Array], Output]
+
+
+def plain_program(target: Model, settings: Settings) -> Program:
+    """The plain decoder under `settings`."""
+    how = dict(max_new_tokens=settings.max_new_tokens, sampling=settings.sampling)
+    return lambda inputs, keys: plain_generate(target, inputs, keys, **how)
+
+
+def speculative_program(target: Model, drafter: Drafter, settings: Settings) -> Program:
+    """The speculative decoder under `settings`."""
+    how = dict(gamma=settings.gamma, max_new_tokens=settings.max_new_tokens, sampling=settings.sampling)
+    return lambda inputs, keys: generate(target, drafter, inputs, keys, **how)
+
+
+def batches(sources: list[np.ndarray], settings: Settings) -> Iterable[tuple[data.Batch, Inputs, jax.Array]]:
+    """Batches of similar length with their inputs and row keys; lines that are EOS alone are left out."""
+    lines = [line for line, ids in enumerate(sources) if len(ids) > 1]
+    run_key = jax.random.key(settings.seed)
+    for batch in data.bucket_batches(
+        [sources[line] for line in lines], settings.batch_size, settings.max_source_length
+    ):
+        rows = np.array([lines[row] if row >= 0 else -1 for row in batch.rows])
+        mask = batch.mask & (rows >= 0)[:, None]  # an empty mask is a finished row
+        inputs = Inputs(jnp.asarray(batch.tokens), jnp.asarray(mask))
+        yield batch._replace(rows=rows), inputs, row_keys(run_key, np.maximum(rows, 0))
+
+
+def decode_lines(
+    sources: list[np.ndarray],
+    settings: Settings,
+    program: Program,
+    progress=iter,
+    journal: Journal | None = None,
+) -> Decoded:
+    """Decodes every line once.
+
+    Args:
+      sources: int32 [S] each, ending in EOS; EOS alone gives an empty output.
+      progress: wraps the list of batches, for instance tqdm.
+      journal: notes each batch that is done; the lines in it are not decoded again.
+    """
+    records = {} if journal is None else journal.records
+    for batch, inputs, keys in progress(list(batches(sources, settings))):
+        lines = batch.rows[batch.rows >= 0].tolist()
+        if records.keys() >= set(lines):
+            continue
+        new = _records(program(inputs, keys), len(lines))
+        if journal is None:
+            records.update(zip(lines, new, strict=True))
+        else:
+            journal.add(lines, new)
+    ids = [
+        np.array(records[line]['ids'] if line in records else [], np.int32) for line in range(len(sources))
+    ]
+    counts = [Stats(**{name: np.array([one[name]]) for name in _STATS}) for one in records.values()]
+    return Decoded(ids, analysis.add_stats(counts))
+
+
+def _records(output: Output, num_rows: int) -> list[dict[str, Any]]:
+    """What is worth keeping of the first `num_rows` rows: ids and counts, as JSON has them."""
+    output = jax.tree.map(np.asarray, output)
+    return [
+        {'ids': output.tokens[row, : output.length[row]].tolist()}
+        | {name: getattr(output.stats, name)[row].tolist() for name in _STATS}
+        for row in range(num_rows)
+    ]
+
+
+def compare(
+    sources: list[np.ndarray],
+    settings: Settings,
+    programs: dict[str, Program],
+    *,
+    repeats: int = 3,
+    progress=iter,
+    timer: timing.StepTimer | None = None,
+) -> dict[str, Decoded]:
+    """Decodes every line by each program, batch by batch in turn, and times them.
+
+    A batch's time is the median of `repeats` runs; each shape is compiled before it is timed. Prefill is
+    timed apart, as the same program's run over a batch of finished rows, and taken off. The timer, where
+    there is one, takes `TIMER_SAMPLES` samples, spread over the run.
+    """
+    every = _some_batches(sources, settings)
+    results = {name: Decoded([np.zeros(0, np.int32)] * len(sources), None, 0.0, 0.0) for name in programs}
+    parts: dict[str, list[Stats]] = {name: [] for name in programs}
+    prefill: dict[Any, float] = {}
+    due = set(np.linspace(0, len(every) - 1, TIMER_SAMPLES).astype(int).tolist())
+    for number, (batch, inputs, keys) in enumerate(progress(every)):
+        shape = inputs.tokens.shape
+        finished = Inputs(inputs.tokens, jnp.zeros_like(inputs.mask))
+        for name, program in programs.items():
+            if (name, shape) not in prefill:
+                program(inputs, keys)
+                prefill[name, shape] = median(
+                    _seconds(program, finished, keys)[0] for _ in range(2 * repeats + 3)
+                )
+        runs = {name: [] for name in programs}
+        for _ in range(repeats):
+            for name, program in programs.items():
+                runs[name].append(_seconds(program, inputs, keys))
+        for name, result in results.items():
+            result.prefill_seconds += prefill[name, shape]
+            result.seconds += median(seconds for seconds, _ in runs[name]) - prefill[name, shape]
+            output = runs[name][0][1]
+            parts[name].append(jax.tree.map(np.asarray, output.stats))
+            _collect(result.ids, batch, output)
+        if timer is not None and number in due:
+            timer.measure()
+    for name, result in results.items():
+        result.stats = analysis.add_stats(parts[name])
+    return results
+
+
+def _some_batches(sources: list[np.ndarray], settings: Settings) -> list:
+    if not (every := list(batches(sources, settings))):
+        raise ValueError('compare: expected a line with text in it; got empty lines alone')
+    return every
+
+
+def _seconds(program: Program, inputs: Inputs, keys: jax.Array) -> tuple[float, Output]:
+    start = time.perf_counter()
+    output = jax.block_until_ready(program(inputs, keys))
+    return time.perf_counter() - start, output
+
+
+def _collect(ids: list[np.ndarray], batch: data.Batch, output: Output) -> None:
+    tokens, length = np.asarray(output.tokens), np.asarray(output.length)
+    for row, line in enumerate(batch.rows):
+        if line >= 0:
+            ids[line] = tokens[row, : length[row]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first place at which two greedy outputs of a line differ.
+
+    Attributes:
+      line: index of the line.
+      position: index of the token.
+      plain, speculative: the ids there; -1 where an output had ended.
+      gap: difference of their log-probabilities under the target, in nats.
+    """
+
+    line: int
+    position: int
+    plain: int
+    speculative: int
+    gap: float
+
+
+def differences(
+    target: Model, sources: list[np.ndarray], plain: list[np.ndarray], speculative: list[np.ndarray]
+) -> list[Difference]:
+    """Re-scores each line whose ids differ, with the target alone, at the first difference."""
+    found = []
+    for line, (ours, theirs) in enumerate(zip(plain, speculative, strict=True)):
+        if np.array_equal(ours, theirs):
+            continue
+        size = min(len(ours), len(theirs))
+        unequal = np.flatnonzero(ours[:size] != theirs[:size])
+        at = int(unequal[0]) if unequal.size else size
+        tokens = [int(ids[at]) if at < len(ids) else -1 for ids in (ours, theirs)]
+        log_probs = _next_log_probs(target, sources[line], ours[:at])
+        gap = float(abs(log_probs[tokens[0]] - log_probs[tokens[1]])) if min(tokens) >= 0 else float('inf')
+        found.append(Difference(line, at, *tokens, gap))
+    return found
+
+
+def agreement(
+    target: Model, sources: list[np.ndarray], plain: list[np.ndarray], speculative: list[np.ndarray]
+) -> dict[str, Any]:
+    """Whether greedy outputs are the target's own.
+
+    Returns:
+      greedy_match, the share of lines that agree; near_ties, the lines counted as agreeing though their
+      ids differ, since the target itself holds the two tokens within `NEAR_TIE` of each other (a call over
+      several positions rounds differently from a call over one); mismatches, the other differences.
+    """
+    found = differences(target, sources, plain, speculative)
+    faults = [dataclasses.asdict(one) for one in found if one.gap > NEAR_TIE]
+    ties = [dataclasses.asdict(one) for one in found if one.gap <= NEAR_TIE]
+    return dict(greedy_match=1 - len(faults) / len(sources), near_ties=ties, mismatches=faults)
+
+
+def bleu(texts: list[str], examples: list[data.Example]) -> float | None:
+    """Corpus BLEU (sacrebleu's default) over the lines that have a reference; None where none has."""
+    pairs = [(text, one.target) for text, one in zip(texts, examples, strict=True) if one.target]
+    if not pairs:
+        return None
+    outputs, references = zip(*pairs, strict=True)
+    return sacrebleu.corpus_bleu(list(outputs), [list(references)]).score
+
+
+def _next_log_probs(target: Model, source: np.ndarray, prefix: np.ndarray) -> np.ndarray:
+    """The target's log-probabilities [V] of the token after `prefix`, in one call over all of it."""
+    tokens = jnp.asarray(np.concatenate([[target.start_id], prefix]).astype(np.int32))[None]
+    inputs = Inputs(jnp.asarray(source)[None], jnp.ones((1, len(source)), bool))
+    hidden, _ = target.decode(
+        tokens, jnp.arange(tokens.shape[1])[None], target.encode(inputs, tokens.shape[1])
+    )
+    return np.asarray(jax.nn.log_softmax(target.logits(hidden)[0, -1]))
+
+
+def step_timer(
+    target: Model, drafter: Drafter, sources: list[np.ndarray], settings: Settings
+) -> timing.StepTimer:
+    """A timer on the batch in the middle of the order by length."""
+    every = _some_batches(sources, settings)
+    return timing.StepTimer(
+        target,
+        drafter,
+        every[len(every) // 2][1],
+        gamma=settings.gamma,
+        max_new_tokens=settings.max_new_tokens,
+        sampling=settings.sampling,
+    )
+
+
+def comparison_figures(
+    results: dict[str, Decoded], times: dict[str, float], settings: Settings
+) -> dict[str, Any]:
+    """The report's figures of speed, beside the theory.
+
+    Args:
+      results: `compare`'s, of 'plain' and 'speculative'.
+      times: `StepTimer.medians`.
+      settings: of the run.
+    """
+    plain, speculative = results['plain'], results['speculative']
+    figures = analysis.acceptance_figures(speculative.stats)
+    c, cost = times['draft_step'] / times['plain_step'], times['target_call'] / times['plain_step']
+    tokens = [int(result.stats.emitted) for result in (plain, speculative)]
+    rates = [count / result.seconds for count, result in zip(tokens, (plain, speculative), strict=True)]
+    whole = [
+        count / (result.seconds + result.prefill_seconds)
+        for count, result in zip(tokens, (plain, speculative), strict=True)
+    ]
+    alpha = figures['alpha']
+    return figures | dict(
+        c=c,
+        cost_of_rows=cost,
+        plain_tokens_per_s=rates[0],
+        tokens_per_s=rates[1],
+        speedup=rates[1] / rates[0],
+        speedup_with_prefill=whole[1] / whole[0],
+        predicted_speedup=float(analysis.walltime_improvement(alpha, settings.gamma, c)),
+        attainable_speedup=float(
+            analysis.attainable_speedup(figures['tokens_per_call'], settings.gamma, c, cost)
+        ),
+        step_milliseconds={name: 1e3 * seconds for name, seconds in times.items()},
+        prefill_milliseconds={name: 1e3 * result.prefill_seconds for name, result in results.items()},
+    )

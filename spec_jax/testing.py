@@ -1,0 +1,364 @@
+"""Models and drafts whose distributions are written down in a table, and exact enumeration.
+
+For tests, of this library and of anybody's own draft: what should come out is known in closed form.
+
+    target = TableModel.random(jax.random.key(0), vocab_size=5, order=2)
+    drafter = ModelDrafter(TableModel.random(jax.random.key(1), vocab_size=5))
+    inputs = prompts([0] * 10_000)
+    output = generate(target, drafter, inputs, key, gamma=3, max_new_tokens=4, sampling=sampling)
+
+    p = next_distributions(target, prompts([0]), 4, sampling)  # p[i] is [V] * (i + 1)
+    chi_square(histogram(output.tokens, 5), joint(p))  # a p-value
+
+Axes: B rows, G draft length, T tokens of one call, L cache slots, R tables or scripts, N places of a text,
+V vocabulary, D model width (here V).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.special
+from jax import Array
+
+from spec_jax import cache as kv
+from spec_jax.models.base import Model
+from spec_jax.sampling import SamplingConfig, logits_to_probs
+from spec_jax.types import Cache, Context, Draft, Inputs, Verification
+from spec_jax.verification import residual_distribution
+
+# --- models -------------------------------------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class TableCache:
+    """Cache of a `TableModel`.
+
+    Attributes:
+      own: a `KVCache` whose single layer of keys, [B, 1, L, 1] int32, holds the tokens; no values.
+      table: [B] int32, which table a row reads.
+    """
+
+    own: kv.KVCache
+    table: Array
+
+
+@flax.struct.dataclass
+class TableModel:
+    """Next-token logits looked up by the last `order` tokens; text before the start token is start tokens.
+
+    The tokens are read back from a `KVCache`, through its mask and positions as attention would, so that a
+    cache at fault shows: a stale token gives another row of the table, and a query that sees anything
+    but one slot for each position up to its own gets NaN.
+
+    Attributes:
+      table: [R, V, ..., V] float32 logits, with one axis for each of the last `order` tokens, oldest first,
+        then one for the next token. The first token of a row's prompt, modulo R, picks its table.
+      start_id: see `models.base.Model`.
+      eos_id: see `models.base.Model`; -1 for texts that never end.
+      pad_id: see `models.base.Model`.
+    """
+
+    table: Array
+    start_id: int = flax.struct.field(pytree_node=False, default=0)
+    eos_id: int = flax.struct.field(pytree_node=False, default=-1)
+    pad_id: int = flax.struct.field(pytree_node=False, default=0)
+
+    @classmethod
+    def random(cls, key: Array, vocab_size: int, *, order=1, num_tables=1, scale=1.5, **ids) -> TableModel:
+        """Normally distributed logits; the larger `scale`, the surer the model."""
+        shape = (num_tables,) + (vocab_size,) * (order + 1)
+        return cls(scale * jax.random.normal(key, shape), **ids)
+
+    @classmethod
+    def from_probs(cls, probs, **ids) -> TableModel:
+        """From probabilities [R, V, ..., V] instead of logits; 0 is allowed."""
+        with np.errstate(divide='ignore'):
+            return cls(jnp.asarray(np.log(np.asarray(probs, np.float32))), **ids)
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[Sequence[int]], vocab_size: int, *, sure=10.0, **ids) -> TableModel:
+        """Table r's greedy output is `texts[r]`, whose tokens are all different and not `start_id`; a token
+        that is followed by nothing is followed by the smallest id. `sure` is the logit of the right token
+        among zeros."""
+        table = np.zeros((len(texts), vocab_size, vocab_size), np.float32)
+        for row, text in zip(table, texts, strict=True):
+            row[[ids.get('start_id', 0), *text[:-1]], text] = sure
+        return cls(jnp.asarray(table), **ids)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.table.shape[-1]
+
+    @property
+    def order(self) -> int:
+        return self.table.ndim - 2
+
+    def encode(self, inputs: Inputs, num_slots: int) -> TableCache:
+        own = kv.init(1, inputs.tokens.shape[0], 1, num_slots, 1, jnp.int32).replace(values=())
+        return TableCache(own, inputs.tokens[:, 0] % self.table.shape[0])
+
+    def decode(self, tokens: Array, positions: Array, cache: TableCache) -> tuple[Array, TableCache]:
+        own, start = kv.append(cache.own, positions)
+        own = own.replace(keys=(kv.write(own.keys[0], tokens[:, None, :, None], start, axis=2),))
+        seen = kv.causal_mask(own, tokens.shape[1])  # [B, T, L]
+
+        index = [jnp.broadcast_to(cache.table[:, None], tokens.shape)]  # [B, T] for each axis of the table
+        sound = seen.sum(-1) == positions + 1
+        for back in reversed(range(self.order)):
+            match = seen & (own.positions[:, None] == (positions - back)[:, :, None])
+            token = jnp.where(match, own.keys[0][:, :, :, 0], 0).sum(-1)
+            before_start = positions < back
+            index.append(jnp.where(before_start, self.start_id, token))
+            sound &= before_start | (match.sum(-1) == 1)
+        sound |= positions < 0  # a filler's own output is nobody's concern
+        hidden = self.table.at[tuple(index)].get(mode='clip')  # an id that this table lacks reads as its last
+        return jnp.where(sound[:, :, None], hidden, jnp.nan), cache.replace(own=own)
+
+    def logits(self, hidden: Array) -> Array:
+        return hidden
+
+    def rollback(self, cache: TableCache, length: Array) -> TableCache:
+        return cache.replace(own=kv.rollback(cache.own, length))
+
+
+@flax.struct.dataclass
+class ModelWrapper:
+    """Hands everything on to `model`; subclasses change one thing."""
+
+    model: Model
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def start_id(self) -> int:
+        return self.model.start_id
+
+    @property
+    def eos_id(self) -> int:
+        return self.model.eos_id
+
+    @property
+    def pad_id(self) -> int:
+        return self.model.pad_id
+
+    def encode(self, inputs: Inputs, num_slots: int) -> Cache:
+        return self.model.encode(inputs, num_slots)
+
+    def decode(self, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
+        return self.model.decode(tokens, positions, cache)
+
+    def logits(self, hidden: Array) -> Array:
+        return self.model.logits(hidden)
+
+    def rollback(self, cache: Cache, length: Array) -> Cache:
+        return self.model.rollback(cache, length)
+
+
+@flax.struct.dataclass
+class NanAt(ModelWrapper):
+    """Its hidden states are NaN for the token at `position`, [B] or scalar int32."""
+
+    position: Array
+
+    def decode(self, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
+        hidden, cache = self.model.decode(tokens, positions, cache)
+        struck = positions == jnp.reshape(self.position, (-1, 1))  # [B, T]
+        return jnp.where(struck[:, :, None], jnp.nan, hidden), cache
+
+
+class TraceCounter:
+    """How often the model that it is given to was traced; one counter may serve many models."""
+
+    def __init__(self):
+        self.count = 0
+
+
+@flax.struct.dataclass
+class Traced(ModelWrapper):
+    """Counts the runs of the Python code of `decode`: inside `jax.jit`, one or more for each compilation."""
+
+    counter: TraceCounter = flax.struct.field(pytree_node=False)
+
+    def decode(self, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
+        self.counter.count += 1
+        return self.model.decode(tokens, positions, cache)
+
+
+# --- drafts -------------------------------------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class ScriptedDrafter:
+    """Proposes what is written down, whatever the text says so far.
+
+    Attributes:
+      tokens: [R, N] int32, the guess for each place of the output; the first token of a row's prompt,
+        modulo R, picks its script. Behind the end of a script its last column is repeated.
+      probs: [R, N, V] float32, said to be what each token was sampled from, true or not; None for q one-hot.
+      lengths: [R, N] int32, how many tokens are meant by a proposal that begins at a place; None for all.
+    """
+
+    tokens: Array
+    probs: Array | None = None
+    lengths: Array | None = None
+
+    def init(self, inputs: Inputs, num_slots: int) -> Array:
+        return inputs.tokens[:, 0] % self.tokens.shape[0]  # [B], which script
+
+    def propose(
+        self,
+        state: Array,
+        context: Context,
+        keys: Array,
+        gamma: int,
+        sampling: SamplingConfig,
+        vocab_size: int,
+    ) -> tuple[Draft, Array]:
+        place = context.length[:, None] - 1 + jnp.arange(gamma)  # [B, G]
+        place = jnp.minimum(place, self.tokens.shape[1] - 1)
+        script = state[:, None]
+        length = jnp.full_like(state, gamma)
+        if self.lengths is not None:
+            length = jnp.minimum(self.lengths[state, place[:, 0]], gamma)
+        probs = None if self.probs is None else self.probs[script, place]
+        return Draft(self.tokens[script, place], probs, length), state
+
+    def update(self, state: Array, context: Context, verified: Verification, hidden: Array) -> Array:
+        return state
+
+
+# --- exact enumeration --------------------------------------------------------------------------------------
+
+
+def prompts(first: Sequence[int]) -> Inputs:
+    """One prompt of a single token for each row [B]; -1 makes a filler row, whose mask is empty."""
+    tokens = jnp.asarray(first, jnp.int32)[:, None]
+    return Inputs(jnp.maximum(tokens, 0), tokens >= 0)
+
+
+def next_distributions(
+    model: Model, prompt: Inputs, length: int, sampling: SamplingConfig
+) -> list[np.ndarray]:
+    """Everything that a model can say in `length` tokens, by running it on every text of that length.
+
+    Args:
+      model: with a V so small that V ** length texts can be enumerated.
+      prompt: of one row.
+
+    Returns:
+      `length` arrays; the i-th, [V] * (i + 1) float32, is the distribution of the token behind i given
+      tokens. Texts go on behind an EOS; see `joint`.
+    """
+    vocab_size = model.vocab_size
+    tokens = np.array(list(itertools.product(range(vocab_size), repeat=length - 1)), np.int32)
+    tokens = np.pad(tokens.reshape(-1, length - 1), ((0, 0), (1, 0)), constant_values=model.start_id)
+    repeated = jax.tree.map(lambda x: jnp.repeat(x, len(tokens), axis=0), prompt)
+    probs = np.asarray(_score(model, repeated, tokens, sampling=sampling))  # [V ** (length - 1), length, V]
+    probs = probs.reshape((vocab_size,) * (length - 1) + (length, vocab_size))
+    return [probs[(slice(None),) * i + (0,) * (length - 1 - i) + (i,)] for i in range(length)]
+
+
+@partial(jax.jit, static_argnames='sampling')
+def _score(model, inputs, tokens, *, sampling):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = model.decode(tokens, positions, model.encode(inputs, tokens.shape[1]))
+    return logits_to_probs(model.logits(hidden), sampling)
+
+
+def enumerate_round(p: Sequence[np.ndarray], q: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The exact distribution of what one round emits, by algorithm 1 of Leviathan, Kalman and Matias (2023).
+
+    Every draft x is weighted with its probability under q and with that of passing its tests,
+    q(x) min(1, p(x) / q(x)) a token; a rejected token is replaced from `residual_distribution`.
+
+    Args:
+      p: G + 1 arrays of the target's, as `next_distributions` returns: the i-th is [V] * (i + 1).
+      q: G arrays of the draft's, one-hot for a draft that does not sample.
+
+    Returns:
+      G + 1 arrays; the i-th, [V] * (i + 1) float64, is the probability that i draft tokens are accepted
+      and these i + 1 tokens emitted. All together sum to 1; `complete` says what they should be.
+    """
+    emitted = []
+    reach = np.ones(())  # [V] * i: these i tokens were drafted, and all passed
+    for p_i, q_i in zip(p[:-1], q, strict=True):
+        passed = np.minimum(p_i, q_i).astype(np.float64)
+        rejected = (q_i - passed).sum(-1)
+        residual = np.asarray(residual_distribution(jnp.asarray(p_i), jnp.asarray(q_i)), np.float64)
+        emitted.append((reach * rejected)[..., None] * residual)
+        reach = reach[..., None] * passed
+    return [*emitted, reach[..., None] * p[-1]]
+
+
+def complete(emitted: Sequence[np.ndarray], p: Sequence[np.ndarray]) -> np.ndarray:
+    """The joint distribution of G + 1 tokens when the target goes on behind what a round emitted.
+
+    Speculative decoding is exact when this equals `joint(p)`.
+
+    Args:
+      emitted: from `enumerate_round`.
+      p: as given to it.
+
+    Returns:
+      [V] * (G + 1) float64.
+    """
+    total = np.zeros(())
+    for emitted_i, p_i in zip(emitted, p, strict=True):
+        total = total[..., None] * p_i + emitted_i
+    return total
+
+
+def joint(p: Sequence[np.ndarray], eos_id: int = -1, pad_id: int = 0) -> np.ndarray:
+    """The joint distribution of an output of len(p) tokens.
+
+    Args:
+      p: as `next_distributions` returns.
+      eos_id: behind it only `pad_id` comes; -1 for texts that never end.
+
+    Returns:
+      [V] * len(p) float64.
+    """
+    vocab = np.arange(p[0].shape[-1])
+    total, ended = np.ones(()), np.zeros((), bool)
+    for p_i in p:
+        total = total[..., None] * np.where(ended[..., None], vocab == pad_id, p_i.astype(np.float64))
+        ended = ended[..., None] | (vocab == eos_id)
+    return total
+
+
+def histogram(tokens: Array, vocab_size: int) -> np.ndarray:
+    """How often each text occurs: tokens [B, N] -> [V] * N counts."""
+    tokens = np.asarray(tokens)
+    shape = (vocab_size,) * tokens.shape[1]
+    return np.bincount(np.ravel_multi_index(tokens.T, shape), minlength=np.prod(shape)).reshape(shape)
+
+
+def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
+    """Pearson's test of counts against probabilities, both of the same shape.
+
+    Returns:
+      The p-value; 0 where something of probability 0 was counted. The rarest cells are taken together, so
+      that at least 5 are expected in each.
+    """
+    counts, probs = np.ravel(counts).astype(np.float64), np.ravel(probs).astype(np.float64)
+    if counts[probs == 0].any():
+        return 0.0
+    order = np.argsort(-probs)
+    counts, expected = counts[order], counts.sum() * probs[order] / probs.sum()
+    rarer = np.append(expected[:0:-1].cumsum()[::-1], 0)  # expected in all cells behind one
+    kept = (expected >= 5) & ((rarer >= 5) | (rarer == 0))
+    counts = np.append(counts[kept], counts[~kept].sum())
+    expected = np.append(expected[kept], expected[~kept].sum())
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    if len(counts) < 2:
+        return 1.0
+    return float(scipy.special.chdtrc(len(counts) - 1, ((counts - expected) ** 2 / expected).sum()))

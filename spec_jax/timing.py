@@ -1,0 +1,124 @@
+"""What a plain step, a call over several rows and a draft step cost, each measured inside one compiled loop.
+
+A step is timed as the loop runs it: caches in place, the next call fed by the last, no dispatch from
+Python in between.
+
+Axes: B rows, G draft length.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from statistics import median
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spec_jax.decoding import plain_step, prefill, start_plain
+from spec_jax.drafters.base import Drafter
+from spec_jax.models.base import Model
+from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys, split_rows
+from spec_jax.types import Inputs
+
+_STEPS = 24  # calls a measurement; the caches hold about half a typical output on average
+
+
+@partial(jax.jit, static_argnames=('sampling', 'max_new_tokens'))
+def _plain_steps(target, state, *, sampling, steps, max_new_tokens):
+    """`steps` plain steps that no EOS ends."""
+    body = partial(plain_step, target, max_new_tokens=max_new_tokens, sampling=sampling)
+    return lax.fori_loop(
+        0, steps, lambda _, state: body(state).replace(done=state.done), state
+    ).context.tokens
+
+
+@partial(jax.jit, static_argnames=('gamma', 'sampling'))
+def _target_calls(target, state, *, gamma, sampling, steps):
+    """`steps` calls over gamma + 1 rows, each fed with the last one's likeliest tokens."""
+
+    def body(i, carry):
+        tokens, cache = carry
+        positions = jnp.full_like(tokens, i) + jnp.arange(gamma + 1)
+        hidden, cache = target.decode(tokens, positions, cache)
+        p = logits_to_probs(target.logits(hidden), sampling)
+        return jnp.argmax(p, -1).astype(jnp.int32), target.rollback(cache, jnp.full_like(tokens[:, 0], i + 1))
+
+    tokens = jnp.zeros((state.done.shape[0], gamma + 1), jnp.int32)
+    return lax.fori_loop(0, steps, body, (tokens, state.target_cache))[0]
+
+
+@partial(jax.jit, static_argnames=('gamma', 'sampling', 'vocab_size'))
+def _drafts(drafter, state, *, gamma, sampling, steps, vocab_size):
+    """`steps` drafts of gamma tokens, each behind the last one's first token."""
+
+    def body(_, carry):
+        context, draft_state = carry
+        keys = split_rows(state.keys, 1)[0]
+        draft, draft_state = drafter.propose(draft_state, context, keys, gamma, sampling, vocab_size)
+        row = jnp.arange(context.tokens.shape[0])
+        tokens = context.tokens.at[row, context.length].set(draft.tokens[:, 0])
+        return context.replace(tokens=tokens, length=context.length + 1), draft_state
+
+    return lax.fori_loop(0, steps, body, (state.context, state.draft_state))[0].tokens
+
+
+class StepTimer:
+    """Times plain step, target call and draft step in turn, as often as it is asked to.
+
+    Asked now and then during a longer measurement, its medians and those of that measurement see the same
+    machine, whose speed may drift. Ratios are more to be trusted than times.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        drafter: Drafter,
+        inputs: Inputs,
+        *,
+        gamma: int,
+        max_new_tokens: int,
+        sampling: SamplingConfig,
+    ):
+        """Compiles the three programs.
+
+        Args:
+          target: the model.
+          drafter: the draft.
+          inputs: a typical batch; its size and width set those of the measurement.
+          gamma: G, at least 1; the target call is over gamma + 1 positions.
+          max_new_tokens: sets the size of the caches; at least 2.
+          sampling: how logits become a distribution.
+        """
+        self.steps, self.gamma = max(1, min(_STEPS, max_new_tokens - 1)), gamma
+        keys = row_keys(jax.random.key(0), range(inputs.tokens.shape[0]))
+        speculative = jax.jit(prefill, static_argnames=('gamma', 'max_new_tokens'))(
+            target, drafter, inputs, keys, gamma=gamma, max_new_tokens=max_new_tokens
+        )
+        plain = jax.jit(start_plain, static_argnames='max_new_tokens')(
+            target, inputs, keys, max_new_tokens=max_new_tokens
+        )
+        how = dict(sampling=sampling, steps=self.steps)
+        self.programs = dict(
+            plain_step=partial(_plain_steps, target, plain, max_new_tokens=max_new_tokens, **how),
+            target_call=partial(_target_calls, target, speculative, gamma=gamma, **how),
+            draft_step=partial(
+                _drafts, drafter, speculative, gamma=gamma, vocab_size=target.vocab_size, **how
+            ),
+        )
+        self.seconds: dict[str, list[float]] = {name: [] for name in self.programs}
+        for program in self.programs.values():
+            jax.block_until_ready(program())
+
+    def measure(self) -> None:
+        """Takes one more sample of each."""
+        for name, program in self.programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program())
+            self.seconds[name].append((time.perf_counter() - start) / self.steps)
+
+    def medians(self) -> dict[str, float]:
+        """Seconds of `plain_step`, of `target_call` and of one `draft_step`."""
+        times = {name: median(samples) for name, samples in self.seconds.items()}
+        return times | {'draft_step': times['draft_step'] / self.gamma}

@@ -1,0 +1,34 @@
+"""Tokenizers of Hugging Face folders and hub ids, through transformers; no code from a folder is run."""
+
+from __future__ import annotations
+
+import os
+
+from transformers import AutoTokenizer
+
+
+def load_tokenizer(source: str | os.PathLike):
+    """The tokenizer of a folder or a hub id.
+
+    Raises:
+      FileNotFoundError: no such folder, and no such hub id that can be reached.
+      ValueError: the folder has no tokenizer, or one that cannot be read.
+    """
+    source = os.fspath(source)
+    if not os.path.isdir(source) and (
+        os.path.isabs(source) or source.startswith('.') or source.count('/') > 1
+    ):
+        raise FileNotFoundError(f'{source}: expected a folder with a tokenizer; there is no such folder')
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # transformers and tokenizers raise many kinds, with pages of advice
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        raise ValueError(
+            f'{source}: expected a tokenizer (tokenizer.json or spiece.model); {reason}: '
+            'copy the tokenizer files of the pair there'
+        ) from error
+
+
+def pieces(tokenizer) -> list[str]:
+    """The pieces in the order of their ids."""
+    return tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
