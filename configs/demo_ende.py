@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
             target=str(demo.TARGET),  # a folder or a hub id
             draft=dict(kind='model', path=str(demo.DRAFT)),  # kind 'none' decodes plainly
             dtype='float32',
-            gamma=5,
+            gamma=3,
             batch_size=1,
             max_new_tokens=128,
             max_source_length=128,

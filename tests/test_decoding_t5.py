@@ -30,7 +30,6 @@ CONFIG = T5Config(
 )
 INPUTS = Inputs(jnp.arange(15).reshape(3, 5) + 2, jnp.arange(5) < jnp.array([5, 3, 4])[:, None])
 KEYS = row_keys(jax.random.key(0), range(3))
-LIMIT = 300
 
 
 def sharp_t5(seed):
@@ -53,16 +52,15 @@ def target():
     return sharp_t5(0)
 
 
-@pytest.mark.parametrize('gamma', [1, 5])
-def test_greedy_ids_equal_plain_decodings_and_acceptance_does_not_decay(target, gamma):
-    how = dict(max_new_tokens=50 * (gamma + 1), sampling=GREEDY)
-    expected = plain_generate(target, INPUTS, KEYS, max_new_tokens=LIMIT, sampling=GREEDY)
-    perfect = generate(target, ModelDrafter(target), INPUTS, KEYS, gamma=gamma, **how)
-    np.testing.assert_array_equal(perfect.tokens, expected.tokens[:, : 50 * (gamma + 1)])
+def test_greedy_ids_equal_plain_decodings_and_acceptance_does_not_decay(target):
+    how = dict(max_new_tokens=50 * 5, sampling=GREEDY)
+    expected = plain_generate(target, INPUTS, KEYS, **how)
+    perfect = generate(target, ModelDrafter(target), INPUTS, KEYS, gamma=4, **how)
+    np.testing.assert_array_equal(perfect.tokens, expected.tokens)
     np.testing.assert_array_equal(perfect.stats.rounds, 50)
-    np.testing.assert_array_equal(perfect.stats.accepted, 50 * gamma)
-    chance = generate(target, blurred(target, 0.06), INPUTS, KEYS, gamma=gamma, **how)
-    np.testing.assert_array_equal(chance.tokens, expected.tokens[:, : 50 * (gamma + 1)])
+    np.testing.assert_array_equal(perfect.stats.accepted, 50 * 4)
+    chance = generate(target, blurred(target, 0.06), INPUTS, KEYS, gamma=4, **how)
+    np.testing.assert_array_equal(chance.tokens, expected.tokens)
     assert (chance.stats.accepted < chance.stats.tested).all()
 
 
@@ -94,14 +92,13 @@ def test_caches_after_uneven_rollback_equal_a_fresh_prefill_of_the_output(target
     assert len(set(state.context.length.tolist())) == 3  # no two rows alike
     np.testing.assert_allclose(logits, next_from_scratch(target, state.context), atol=1e-4)
     np.testing.assert_array_equal(state.target_cache.own.length, state.context.length - 1)
-    for window in 1, 2:
-        draft = propose(drafter.replace(window=window), state)
-        context = state.context
-        for place in range(3):
-            expected = next_from_scratch(drafter.model, context).argmax(-1)
-            np.testing.assert_array_equal(draft.tokens[:, place], expected)
-            tokens = context.tokens.at[jnp.arange(3), context.length].set(expected)
-            context = context.replace(tokens=tokens, length=context.length + 1)
+    draft = propose(drafter.replace(window=2), state)  # the rounds so far looked at one token a step
+    context = state.context
+    for place in range(3):
+        expected = next_from_scratch(drafter.model, context).argmax(-1)
+        np.testing.assert_array_equal(draft.tokens[:, place], expected)
+        tokens = context.tokens.at[jnp.arange(3), context.length].set(expected)
+        context = context.replace(tokens=tokens, length=context.length + 1)
 
 
 @jax.jit

@@ -199,6 +199,7 @@ def _publish(staging: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def write_config(folder: pathlib.Path, content: dict) -> None:
+    """Writes config.json."""
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
 
 
