@@ -2,7 +2,7 @@
 
     python scripts/generate.py --config=configs/demo_ende.py --workdir=W
 
-translates the 200 shipped sentences in about a minute on two CPU cores; --config.data.path=FILE translates
+translates the 200 shipped sentences; --config.data.path=FILE translates
 a file of yours, and --config.compare=True decodes it both ways and measures the speed-up.
 """
 
