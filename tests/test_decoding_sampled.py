@@ -74,8 +74,8 @@ def test_rows_of_uneven_acceptance_in_one_batch_are_each_distributed_as_their_ta
     """Acceptances of 0, gamma and chance side by side; a batch minimum would show in the counts."""
     target, drafter = pair_of_models()
     kinds = np.array([NEVER, ALWAYS, CHANCE])
-    tokens, stats = continuations(target, drafter, kinds, CONFIGS[0], calls=6, seed=100)
-    row = np.tile(np.resize(kinds, BATCH), 6)
+    tokens, stats = continuations(target, drafter, kinds, CONFIGS[0], calls=10, seed=100)
+    row = np.tile(np.resize(kinds, BATCH), 10)
     assert stats.accepted[row == NEVER].max() == 0
     np.testing.assert_array_equal(stats.accepted[row == ALWAYS], stats.tested[row == ALWAYS])
     np.testing.assert_array_equal(stats.rounds[row == NEVER], stats.emitted[row == NEVER])
@@ -122,7 +122,7 @@ def test_padding_rows_of_either_head_are_never_drawn_and_change_nothing(target_r
     """Vocabularies that agree on the first 5 ids; what the larger head says beyond them has most of its mass."""
     target, drafter = pair_of_models()
     wide = fit(target, target_rows), ModelDrafter(fit(drafter.model, draft_rows))
-    how = dict(gamma=2, max_new_tokens=3, sampling=SamplingConfig(vocab_limit=limit))
+    how = dict(gamma=3, max_new_tokens=3, sampling=SamplingConfig(vocab_limit=limit))
     output = generate(*wide, prompts([CHANCE] * BATCH), jax.random.key(5), **how)
     p = next_distributions(target, prompts([CHANCE]), 3, CONFIGS[0])
     assert output.tokens.max() < V
