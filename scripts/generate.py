@@ -13,7 +13,7 @@ from functools import partial
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax import analysis, cli, data, pipeline, report
+from spec_jax import analysis, cli, data, metrics, pipeline, report
 from spec_jax.drafters.build import build_drafter
 from spec_jax.journal import Journal
 from spec_jax.models.t5_weights import load_t5
@@ -32,7 +32,7 @@ def main(_):
     examples = examples[: config.data.limit or None]
     tokenizer = load_tokenizer(config.target)
     target = load_t5(config.target, config.dtype)
-    drafter = build_drafter(config.draft, tokenizer, config.dtype)
+    drafter = build_drafter(config.draft, target, tokenizer, config.dtype)
     settings = pipeline.fit_to_vocabulary(settings, target, tokenizer)
     sources, num_truncated = data.encode_sources(
         tokenizer,
@@ -48,12 +48,15 @@ def main(_):
     outputs, figures = run(target, drafter, sources, settings, config)
     texts = {name: tokenizer.batch_decode(ids, skip_special_tokens=True) for name, ids in outputs.items()}
     final = texts['speculative' if settings.gamma else 'plain']
-    figures |= dict(lines=len(final), truncated=num_truncated, bleu=pipeline.bleu(final, examples))
-    report.write_text(workdir / 'output.txt', ''.join(f'{text}\n' for text in final))
+    figures |= dict(lines=len(final), truncated=num_truncated, bleu=metrics.bleu(final, examples))
+    if settings.lenience < 1:
+        figures['lossy'] = f'lenience {settings.lenience:g}'
+    output = workdir / ('output.LOSSY.txt' if settings.lenience < 1 else 'output.txt')
+    report.write_text(output, ''.join(f'{text}\n' for text in final))
     figures = report.write_report(workdir, figures, config)
     (workdir / 'unfinished.jsonl').unlink(missing_ok=True)
     _show(examples, texts, figures)
-    print(f'\nall {len(final)} lines: {workdir / "output.txt"}   figures: {workdir / "report.json"}')
+    print(f'\nall {len(final)} lines: {output}   figures: {workdir / "report.json"}')
 
 
 def _decode(target, drafter, sources, settings, config, unfinished):

@@ -30,10 +30,11 @@ from spec_jax import cache as kv
 from spec_jax.drafters.base import Drafter
 from spec_jax.models.base import Model, last_tokens, read_window
 from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys, sample, split_rows
-from spec_jax.types import Context, Draft, Inputs, Output, SpecState, Stats
-from spec_jax.verification import acceptance_probability, at_token, verify_chain
+from spec_jax.types import Context, Draft, Failure, Inputs, Output, SpecState, Stats
+from spec_jax.verification import acceptance_probability, at_token, lenient_bound, verify_chain
 
 MAX_GAMMA = 16
+_SUM_TOLERANCE = 1e-3  # of a draft's probabilities: far above rounding, far below what a pass would hide
 
 
 def generate(
@@ -45,10 +46,11 @@ def generate(
     gamma: int,
     max_new_tokens: int,
     sampling: SamplingConfig,
+    lenience: float = 1.0,
 ) -> Output:
     """Decodes a batch speculatively; the output is distributed as the target's own.
 
-    Compiled once per shape of `inputs`, gamma, max_new_tokens and sampling.
+    Compiled once per shape of `inputs`, gamma, max_new_tokens, sampling and lenience.
 
     Args:
       target: the model whose text is wanted.
@@ -58,20 +60,22 @@ def generate(
       gamma: G, draft tokens a round, 0 .. 16; 0 runs the plain program.
       max_new_tokens: most tokens of an output, EOS included.
       sampling: how logits become a distribution.
+      lenience: below 1, LOSSY: draft tokens pass more easily than they should (`verification.lenient_bound`).
 
     Raises:
-      ValueError: for gamma or max_new_tokens out of range.
-      FloatingPointError: where the target or the draft gave NaN.
+      ValueError: for an argument out of range, or a draft of wrong shapes.
+      FloatingPointError: where the target gave NaN, or the draft probabilities or tokens that are none; behind
+        a row's EOS or limit within the same call, too.
     """
     if not 0 <= gamma <= MAX_GAMMA:
         raise ValueError(f'gamma: expected an integer from 0 to {MAX_GAMMA}, got {gamma}')
+    if not 0 < lenience <= 1:
+        raise ValueError(f'lenience: expected a number in (0, 1], got {lenience}; 1 is exact')
     if gamma == 0:
         return plain_generate(target, inputs, key, max_new_tokens=max_new_tokens, sampling=sampling)
     keys = _check(inputs, key, max_new_tokens)
-    output = _generate(
-        target, drafter, inputs, keys, gamma=gamma, max_new_tokens=max_new_tokens, sampling=sampling
-    )
-    return _raise_on_nan(output)
+    how = dict(gamma=gamma, max_new_tokens=max_new_tokens, sampling=sampling, lenience=lenience)
+    return _raise_on_failure(_generate(target, drafter, inputs, keys, **how))
 
 
 def plain_generate(
@@ -79,17 +83,16 @@ def plain_generate(
 ) -> Output:
     """Decodes a batch one token a call. Arguments, errors and result as of `generate`."""
     keys = _check(inputs, key, max_new_tokens)
-    return _raise_on_nan(
+    return _raise_on_failure(
         _plain_generate(target, inputs, keys, max_new_tokens=max_new_tokens, sampling=sampling)
     )
 
 
-@partial(jax.jit, static_argnames=('gamma', 'max_new_tokens', 'sampling'))
-def _generate(target, drafter, inputs, keys, *, gamma, max_new_tokens, sampling) -> Output:
-    state = prefill(target, drafter, inputs, keys, gamma=gamma, max_new_tokens=max_new_tokens)
-    body_fn = partial(
-        speculative_step, target, drafter, gamma=gamma, max_new_tokens=max_new_tokens, sampling=sampling
-    )
+@partial(jax.jit, static_argnames=('gamma', 'max_new_tokens', 'sampling', 'lenience'))
+def _generate(target, drafter, inputs, keys, *, gamma, max_new_tokens, sampling, lenience) -> Output:
+    sizes = dict(gamma=gamma, max_new_tokens=max_new_tokens)
+    state = prefill(target, drafter, inputs, keys, **sizes)
+    body_fn = partial(speculative_step, target, drafter, **sizes, sampling=sampling, lenience=lenience)
     state = lax.while_loop(cond_fn, body_fn, state)
     return finish(state.context, state.failed, state.stats, max_new_tokens, target.pad_id)
 
@@ -104,7 +107,7 @@ def prefill(
         return SpecState(
             context=_start(target, batch, num_slots + 1),
             done=~inputs.mask.any(-1),
-            failed=jnp.zeros((batch,), bool),
+            failed=jnp.zeros((batch,), jnp.int32),
             round=jnp.zeros((), jnp.int32),
             keys=keys,
             target_cache=target.encode(inputs, num_slots),
@@ -126,6 +129,7 @@ def speculative_step(
     gamma: int,
     max_new_tokens: int,
     sampling: SamplingConfig,
+    lenience: float = 1.0,
 ) -> SpecState:
     """One round (algorithm 1): draft G tokens, score G + 1 positions in one target call, keep what passes."""
     context = state.context
@@ -136,28 +140,31 @@ def speculative_step(
         draft, draft_state = drafter.propose(
             state.draft_state, context, draft_keys, gamma, sampling, target.vocab_size
         )
+        _check_draft(draft, state.done.shape[0], gamma, target.vocab_size)
     with jax.named_scope('target'):
         newest = context.length[:, None] - 1
         block = jnp.concatenate([jnp.take_along_axis(context.tokens, newest, axis=1), draft.tokens], axis=1)
         positions = newest + jnp.arange(gamma + 1)
         hidden, target_cache = target.decode(block, positions, state.target_cache)
-        p = logits_to_probs(target.logits(hidden), sampling)  # [B, G + 1, V]
+        logits = target.logits(hidden)
+        p = logits_to_probs(logits, sampling)  # [B, G + 1, V]
     with jax.named_scope('verify'):
-        verified = verify_chain(p, draft, verify_keys)
-        broken = _has_nan(p, draft) & ~state.done
+        bound = p if lenience == 1 else lenient_bound(p, logits, sampling, lenience)
+        verified = verify_chain(p, draft, verify_keys, bound)
+        failed = jnp.where(state.done, 0, _failures(p, draft))
         room = max_new_tokens + 1 - context.length
         emitted, ended = _emit(verified.tokens, verified.num_accepted + 1, room, target.eos_id)
-        emitted = jnp.where(state.done | broken, 0, emitted)
+        emitted = jnp.where(state.done | (failed > 0), 0, emitted)
         context = Context(
             tokens=kv.write(context.tokens, verified.tokens, context.length, axis=1),
             length=context.length + emitted,
         )
-        stats = _count(state.stats, p, draft, verified.num_accepted, emitted)
+        stats = _count(state.stats, bound, draft, verified.num_accepted, emitted)
     with jax.named_scope('update'):
         return SpecState(
             context=context,
-            done=state.done | ended | broken,
-            failed=state.failed | broken,
+            done=state.done | ended | (failed > 0),
+            failed=state.failed | failed,
             round=state.round + 1,
             keys=state.keys,
             target_cache=target.rollback(target_cache, context.length - 1),
@@ -176,7 +183,8 @@ def _plain_generate(target, inputs, keys, *, max_new_tokens, sampling) -> Output
 
 def start_plain(target: Model, inputs: Inputs, keys: Array, *, max_new_tokens: int) -> SpecState:
     """`prefill` without a draft, with the room that `read_window` needs."""
-    return prefill(target, None, inputs, keys, gamma=1, max_new_tokens=max_new_tokens)
+    state = prefill(target, None, inputs, keys, gamma=1, max_new_tokens=max_new_tokens)
+    return state.replace(stats=_no_stats(inputs.tokens.shape[0], 0))
 
 
 def plain_step(
@@ -195,19 +203,22 @@ def plain_step(
     p = logits_to_probs(logits, sampling)  # [B, V]
     token = sample(jax.vmap(lambda key: jax.random.fold_in(key, state.round))(state.keys), p)[:, None]
 
-    broken = jnp.isnan(p[:, 0]) & ~state.done
+    failed = jnp.where(jnp.isnan(p[:, 0]) & ~state.done, Failure.TARGET.value, 0)
     room = max_new_tokens + 1 - context.length
     emitted, ended = _emit(token, jnp.ones_like(room), room, target.eos_id)
-    emitted = jnp.where(state.done | broken, 0, emitted)
+    emitted = jnp.where(state.done | (failed > 0), 0, emitted)
+    active = emitted > 0
     context = Context(kv.write(context.tokens, token, context.length, axis=1), context.length + emitted)
     return state.replace(
         context=context,
-        done=state.done | ended | broken,
-        failed=state.failed | broken,
+        done=state.done | ended | (failed > 0),
+        failed=state.failed | failed,
         round=state.round + 1,
         target_cache=target_cache,
         stats=state.stats.replace(
-            rounds=state.stats.rounds + (emitted > 0), emitted=state.stats.emitted + emitted
+            rounds=state.stats.rounds + active,
+            histogram=state.stats.histogram + active[:, None],
+            emitted=state.stats.emitted + emitted,
         ),
     )
 
@@ -232,21 +243,29 @@ def _emit(tokens: Array, count: Array, room: Array, eos_id: int) -> tuple[Array,
     return emitted, (first_eos < emitted) | (emitted == room)
 
 
-def _has_nan(p: Array, draft: Draft) -> Array:
-    """[B]; a distribution with a NaN is NaN throughout, so one entry tells."""
-    broken = jnp.isnan(p[..., 0]).any(-1)
-    return broken if draft.probs is None else broken | jnp.isnan(draft.probs[..., 0]).any(-1)
+def _failures(p: Array, draft: Draft) -> Array:
+    """[B] int32, bits of `Failure`."""
+    meant = jnp.arange(draft.tokens.shape[1]) < draft.length[:, None]
+    outside = (draft.tokens < 0) | (draft.tokens >= p.shape[-1])
+    found = {
+        Failure.TARGET: jnp.isnan(p[..., 0]).any(-1),  # a distribution with a NaN is NaN throughout
+        Failure.DRAFT_TOKEN: (outside & meant).any(-1),
+    }
+    if draft.probs is not None:
+        sound = jnp.abs(draft.probs.sum(-1) - 1) < _SUM_TOLERANCE  # so NaN is not
+        found[Failure.DRAFT_PROBS] = (~sound & meant).any(-1)
+    return sum(jnp.where(rows, kind.value, 0) for kind, rows in found.items())
 
 
-def _count(stats: Stats, p: Array, draft: Draft, num_accepted: Array, emitted: Array) -> Stats:
+def _count(stats: Stats, bound: Array, draft: Draft, num_accepted: Array, emitted: Array) -> Stats:
     """Adds one round; what stands behind an EOS or the limit was not tested and is not counted."""
     active = emitted > 0
     tested = jnp.minimum(emitted, draft.length)
     accepted = jnp.minimum(emitted, num_accepted)
     if draft.probs is None:
-        overlap = at_token(p[:, :-1], draft.tokens)
+        overlap = jnp.minimum(at_token(bound[:, :-1], draft.tokens), 1.0)
     else:
-        overlap = acceptance_probability(p[:, :-1], draft.probs)
+        overlap = acceptance_probability(bound[:, :-1], draft.probs)
     counted = jnp.arange(draft.tokens.shape[1]) < tested[:, None]
     bins = jnp.arange(stats.histogram.shape[1]) == accepted[:, None]
     return Stats(
@@ -280,6 +299,11 @@ def _check(inputs: Inputs, key: Array, max_new_tokens: int) -> Array:
     if max_new_tokens < 1:
         raise ValueError(f'max_new_tokens: expected an integer >= 1, got {max_new_tokens}')
     batch = inputs.tokens.shape[0]
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f'key: expected a key of jax.random.key, got an array of {key.dtype}; '
+            'jax.random.wrap_key_data makes one of an old key'
+        )
     if key.ndim == 0:
         return row_keys(key, np.arange(batch))
     if key.shape != (batch,):
@@ -287,11 +311,34 @@ def _check(inputs: Inputs, key: Array, max_new_tokens: int) -> Array:
     return key
 
 
-def _raise_on_nan(output: Output) -> Output:
-    rows = np.flatnonzero(np.asarray(output.failed))
-    if rows.size:
-        raise FloatingPointError(
-            f'rows {rows.tolist()[:8]}: expected finite logits, got NaN from the target or the draft; '
-            'check the weights (a T5 overflows in float16; use bfloat16 or float32)'
-        )
+def _check_draft(draft: Draft, batch: int, gamma: int, vocab_size: int) -> None:
+    """Raises ValueError, as the loop is traced, for a draft of wrong shapes or kinds of numbers."""
+    expected = dict(tokens=(jnp.integer, (batch, gamma)), length=(jnp.integer, (batch,)))
+    if draft.probs is not None:
+        expected['probs'] = (jnp.floating, (batch, gamma, vocab_size))
+    for name, (kind, shape) in expected.items():
+        array = jnp.asarray(getattr(draft, name))
+        if array.shape != shape or not jnp.issubdtype(array.dtype, kind):
+            raise ValueError(
+                f'Draft.{name}: expected {kind.__name__} numbers of shape {list(shape)}, got {array.dtype} of '
+                f"shape {list(array.shape)}; see the drafter's propose"
+            )
+
+
+_FAILURES = {
+    Failure.TARGET: 'expected finite logits from the target, got NaN or inf; check the weights (a T5 overflows in '
+    'float16: use bfloat16 or float32)',
+    Failure.DRAFT_PROBS: 'expected probabilities that sum to 1 from the draft, got others or NaN; check its '
+    'weights, and that it passes its logits through logits_to_probs',
+    Failure.DRAFT_TOKEN: 'expected tokens of the vocabulary from the draft, got others, or none for '
+    'NaN among its logits; check its weights and what it proposes',
+}
+
+
+def _raise_on_failure(output: Output) -> Output:
+    failed = np.asarray(output.failed)
+    for kind, message in _FAILURES.items():
+        rows = np.flatnonzero(failed & kind.value)
+        if rows.size:
+            raise FloatingPointError(f'rows {rows.tolist()[:8]}: {message}')
     return output

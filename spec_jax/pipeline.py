@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import sacrebleu
 from ml_collections import ConfigDict
 
 from spec_jax import analysis, data, timing
@@ -36,6 +35,7 @@ class Settings:
 
     Attributes:
       gamma: draft length; 0 is plain decoding.
+      lenience: below 1, LOSSY (`verification.lenient_bound`).
       max_new_tokens: most tokens of an output, EOS included.
       sampling: how logits become a distribution.
       batch_size: rows of a batch.
@@ -49,6 +49,7 @@ class Settings:
     batch_size: int = 1
     max_source_length: int = 128
     seed: int = 0
+    lenience: float = 1.0
 
 
 def settings_from(config: ConfigDict) -> Settings:
@@ -66,6 +67,8 @@ def settings_from(config: ConfigDict) -> Settings:
         raise ValueError(
             f'gamma: expected an integer from 0 to {MAX_GAMMA}, got {config.gamma}; 0 decodes plainly'
         )
+    if not 0 < config.lenience <= 1:
+        raise ValueError(f'lenience: expected a number in (0, 1], got {config.lenience}; 1 is exact')
     return Settings(
         gamma=0 if config.draft.kind == 'none' else config.gamma,
         max_new_tokens=config.max_new_tokens,
@@ -73,6 +76,7 @@ def settings_from(config: ConfigDict) -> Settings:
         batch_size=config.batch_size,
         max_source_length=config.max_source_length,
         seed=config.seed,
+        lenience=config.lenience,
     )
 
 
@@ -115,7 +119,12 @@ def plain_program(target: Model, settings: Settings) -> Program:
 
 def speculative_program(target: Model, drafter: Drafter, settings: Settings) -> Program:
     """The speculative decoder under `settings`."""
-    how = dict(gamma=settings.gamma, max_new_tokens=settings.max_new_tokens, sampling=settings.sampling)
+    how = dict(
+        gamma=settings.gamma,
+        max_new_tokens=settings.max_new_tokens,
+        sampling=settings.sampling,
+        lenience=settings.lenience,
+    )
     return lambda inputs, keys: generate(target, drafter, inputs, keys, **how)
 
 
@@ -148,14 +157,17 @@ def decode_lines(
     """
     records = {} if journal is None else journal.records
     for batch, inputs, keys in progress(list(batches(sources, settings))):
-        lines = batch.rows[batch.rows >= 0].tolist()
-        if records.keys() >= set(lines):
+        if records.keys() >= set(batch.rows[batch.rows >= 0].tolist()):
             continue
-        new = _records(program(inputs, keys), len(lines))
+        output = program(inputs, keys)
+        ids = ids_by_line(batch, output)
+        new = [
+            {'ids': one.tolist()} | counts for one, counts in zip(ids.values(), _counts(output), strict=False)
+        ]
         if journal is None:
-            records.update(zip(lines, new, strict=True))
+            records.update(zip(ids, new, strict=True))
         else:
-            journal.add(lines, new)
+            journal.add(list(ids), new)
     ids = [
         np.array(records[line]['ids'] if line in records else [], np.int32) for line in range(len(sources))
     ]
@@ -163,14 +175,16 @@ def decode_lines(
     return Decoded(ids, analysis.add_stats(counts))
 
 
-def _records(output: Output, num_rows: int) -> list[dict[str, Any]]:
-    """What is worth keeping of the first `num_rows` rows: ids and counts, as JSON has them."""
-    output = jax.tree.map(np.asarray, output)
-    return [
-        {'ids': output.tokens[row, : output.length[row]].tolist()}
-        | {name: getattr(output.stats, name)[row].tolist() for name in _STATS}
-        for row in range(num_rows)
-    ]
+def ids_by_line(batch: data.Batch, output: Output) -> dict[int, np.ndarray]:
+    """The ids of each line of a batch, EOS included, in the order of its rows; those of fillers are left out."""
+    tokens, length = np.asarray(output.tokens), np.asarray(output.length)
+    return {int(line): tokens[row, : length[row]] for row, line in enumerate(batch.rows) if line >= 0}
+
+
+def _counts(output: Output) -> Iterator[dict[str, Any]]:
+    """The counts of each row, as JSON has them."""
+    columns = [np.asarray(getattr(output.stats, name)).tolist() for name in _STATS]
+    return (dict(zip(_STATS, row, strict=True)) for row in zip(*columns, strict=True))
 
 
 def compare(
@@ -211,7 +225,8 @@ def compare(
             result.seconds += median(seconds for seconds, _ in runs[name]) - prefill[name, shape]
             output = runs[name][0][1]
             parts[name].append(jax.tree.map(np.asarray, output.stats))
-            _collect(result.ids, batch, output)
+            for line, ids in ids_by_line(batch, output).items():
+                result.ids[line] = ids
         if timer is not None and number in due:
             timer.measure()
     for name, result in results.items():
@@ -229,13 +244,6 @@ def _seconds(program: Program, inputs: Inputs, keys: jax.Array) -> tuple[float, 
     start = time.perf_counter()
     output = jax.block_until_ready(program(inputs, keys))
     return time.perf_counter() - start, output
-
-
-def _collect(ids: list[np.ndarray], batch: data.Batch, output: Output) -> None:
-    tokens, length = np.asarray(output.tokens), np.asarray(output.length)
-    for row, line in enumerate(batch.rows):
-        if line >= 0:
-            ids[line] = tokens[row, : length[row]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,15 +296,6 @@ def agreement(
     faults = [dataclasses.asdict(one) for one in found if one.gap > NEAR_TIE]
     ties = [dataclasses.asdict(one) for one in found if one.gap <= NEAR_TIE]
     return dict(greedy_match=1 - len(faults) / len(sources), near_ties=ties, mismatches=faults)
-
-
-def bleu(texts: list[str], examples: list[data.Example]) -> float | None:
-    """Corpus BLEU (sacrebleu's default) over the lines that have a reference; None where none has."""
-    pairs = [(text, one.target) for text, one in zip(texts, examples, strict=True) if one.target]
-    if not pairs:
-        return None
-    outputs, references = zip(*pairs, strict=True)
-    return sacrebleu.corpus_bleu(list(outputs), [list(references)]).score
 
 
 def _next_log_probs(target: Model, source: np.ndarray, prefix: np.ndarray) -> np.ndarray:

@@ -96,4 +96,7 @@ _LABELS = dict(
 def summary(figures: dict[str, Any]) -> str:
     """The measured figures, a line each."""
     rows = [(label, figures[name]) for name, label in _LABELS.items() if figures.get(name) is not None]
-    return tabulate(rows, floatfmt='.3g', tablefmt='plain')
+    table = tabulate(rows, floatfmt='.3g', tablefmt='plain')
+    if figures.get('lossy'):
+        table = f"LOSSY ({figures['lossy']}): the output is not distributed as the target's own\n{table}"
+    return table

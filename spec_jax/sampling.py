@@ -60,7 +60,8 @@ def logits_to_probs(logits: Array, config: SamplingConfig) -> Array:
       logits: [..., V].
 
     Returns:
-      [..., V] float32, summing to 1; a row with a NaN among its allowed logits is NaN throughout.
+      [..., V] float32, summing to 1; a row is NaN throughout where its allowed logits have a NaN or +inf, or
+      nothing above -inf.
     """
     logits = logits.astype(jnp.float32)
     vocab_size = logits.shape[-1]
@@ -68,8 +69,8 @@ def logits_to_probs(logits: Array, config: SamplingConfig) -> Array:
         logits = jnp.where(jnp.arange(vocab_size) < config.vocab_limit, logits, -jnp.inf)
     if config.temperature == 0:
         highest = logits.max(-1, keepdims=True)
-        one_hot = jnp.arange(vocab_size) == _first(logits == highest)[..., None]
-        return jnp.where(jnp.isnan(highest), jnp.nan, one_hot.astype(jnp.float32))
+        one_hot = jnp.arange(vocab_size) == first(logits == highest)[..., None]
+        return jnp.where(jnp.isfinite(highest), one_hot.astype(jnp.float32), jnp.nan)
     scaled = (logits - logits.max(-1, keepdims=True)) / config.temperature  # this way round: no overflow
     probs = jax.nn.softmax(scaled, axis=-1)
     if 0 < config.top_k < vocab_size:
@@ -127,17 +128,18 @@ def _invert(weights: Array, wanted: Array) -> tuple[Array, Array]:
     likely = weights > 0
     index = jnp.arange(weights.shape[1])
     last = jnp.where(likely, index, 0).max(-1)  # stands in where rounding leaves none above
-    found = jnp.minimum(_first((cumulative > wanted) & likely), last)
+    found = jnp.minimum(first((cumulative > wanted) & likely), last)
     return found, jnp.where(index < found[:, None], weights, 0.0).sum(-1)
 
 
-def _first(mask: Array) -> Array:
-    """Index [...] of the first True in mask [..., V], V if there is none.
+def first(mask: Array, missing: int | None = None) -> Array:
+    """Index [...] of the first True in mask [..., V]; where there is none `missing`, or V if that is None.
 
     A minimum, which vectorises; an argmax carries pairs and takes several times as long on CPU.
     """
     size = mask.shape[-1]
-    return jnp.where(mask, jnp.arange(size), size).min(-1)
+    index = jnp.where(mask, jnp.arange(size), size).min(-1)
+    return index if missing is None else jnp.where(index < size, index, missing)
 
 
 def row_keys(key: Array, rows) -> Array:

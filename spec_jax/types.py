@@ -13,10 +13,20 @@ p is the target's distribution and q the draft's. Arrays with a row axis come fi
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import flax.struct
 from jax import Array
+
+
+class Failure(enum.IntFlag):
+    """What can make a row of no use, seen inside the compiled loop."""
+
+    TARGET = 1  # the target's logits have a NaN or +inf, or nothing above -inf
+    DRAFT_PROBS = 2  # the draft's probabilities do not sum to 1
+    DRAFT_TOKEN = 4  # the draft's token is none of the vocabulary, or it had none to give
+
 
 Params = Any  # a pytree of arrays
 Cache = Any  # a model's own; the loop hands it back untouched
@@ -40,7 +50,7 @@ class Draft:
     """What a drafter proposes for one round.
 
     Attributes:
-      tokens: [B, G] int32.
+      tokens: [B, G] int32; an id outside the vocabulary among those that are meant ends the run with an error.
       probs: [B, G, V] float32, the very array that each token was sampled from; None where the tokens
         were chosen deterministically (q is one-hot).
       length: [B] int32, how many of a row's tokens are meant; those at and after it are not tested.
@@ -106,7 +116,7 @@ class SpecState:
     Attributes:
       context: the text so far.
       done: [B] bool, rows that have ended.
-      failed: [B] bool, rows whose target or draft gave NaN.
+      failed: [B] int32, bits of `Failure`; 0 while all is well.
       round: scalar int32, target calls so far.
       keys: [B] PRNG keys, one per row; a round folds its number in.
       target_cache: the target's; it holds all but the newest token.
@@ -131,7 +141,7 @@ class Output:
     Attributes:
       tokens: [B, N] int32, N = max_new_tokens; EOS included, padded behind it.
       length: [B] int32, tokens before the padding.
-      failed: [B] bool, rows that met NaN.
+      failed: [B] int32, bits of `Failure`; 0 where all went well.
       stats: counts of the run.
     """
 

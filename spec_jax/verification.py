@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from spec_jax.sampling import sample, split_rows
+from spec_jax.sampling import SamplingConfig, logits_to_probs, sample, split_rows
 from spec_jax.types import Draft, Verification
 
 
@@ -56,7 +56,28 @@ def draft_probs(draft: Draft, vocab_size: int) -> Array:
     return draft.probs
 
 
-def verify_chain(p: Array, draft: Draft, keys: Array) -> Verification:
+def lenient_bound(p: Array, logits: Array, sampling: SamplingConfig, lenience: float) -> Array:
+    """What draft tokens are accepted against under lenience l (appendix A.5). LOSSY: other texts come out.
+
+    With sampling p / l, so that no token is more likely than p / l; greedy, 1 for each token whose probability
+    is at least l times the highest, and 0 for the others.
+
+    Args:
+      p: [..., V], the target's distribution under `sampling`.
+      logits: [..., V], what p was made of.
+      sampling: how.
+      lenience: l, in (0, 1]; 1 accepts as the exact rule does.
+
+    Returns:
+      [..., V] float32, no distribution.
+    """
+    if sampling.temperature > 0:
+        return p / lenience
+    probs = logits_to_probs(logits, SamplingConfig(vocab_limit=sampling.vocab_limit))
+    return (probs >= lenience * probs.max(-1, keepdims=True)).astype(jnp.float32)
+
+
+def verify_chain(p: Array, draft: Draft, keys: Array, bound: Array | None = None) -> Verification:
     """Accepts the longest prefix that passes, then draws one more token.
 
     A token x passes where u q(x) < p(x) with u uniform in [0, 1). The token behind the prefix comes from
@@ -66,12 +87,13 @@ def verify_chain(p: Array, draft: Draft, keys: Array) -> Verification:
       p: [B, G + 1, V] float32; p[:, i] is the target's distribution of the token after i draft tokens.
       draft: the proposal, G >= 1.
       keys: [B] PRNG keys.
+      bound: what takes p's place in the test, such as `lenient_bound`; LOSSY. None for the exact rule.
     """
     num_draft = draft.tokens.shape[1]
     accept_keys, residual_keys = split_rows(keys, 2)
     uniform = jax.vmap(jax.vmap(jax.random.uniform))(split_rows(accept_keys, num_draft).T)  # [B, G]
 
-    p_token = at_token(p[:, :-1], draft.tokens)  # [B, G]
+    p_token = at_token((p if bound is None else bound)[:, :-1], draft.tokens)  # [B, G]
     q_token = 1.0 if draft.probs is None else at_token(draft.probs, draft.tokens)
     tested = jnp.arange(num_draft) < draft.length[:, None]
     passed = (uniform * q_token < p_token) & tested

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from jax import Array
 
-from spec_jax.sampling import SamplingConfig
+from spec_jax.sampling import SamplingConfig, first, logits_to_probs, sample
 from spec_jax.types import Context, Draft, Inputs, Verification
 
 
@@ -51,3 +51,21 @@ class Drafter(Protocol):
           hidden: [B, G + 1, D], the target's hidden states at the newest token and at each draft token.
         """
         ...
+
+
+def draw(keys: Array, logits: Array, sampling: SamplingConfig) -> tuple[Array, Array | None]:
+    """A token for each row, and what it was drawn from.
+
+    Args:
+      keys: [B] PRNG keys.
+      logits: [B, V].
+      sampling: the target's.
+
+    Returns:
+      tokens [B] int32, and q [B, V], or None where greedy (one-hot, which the loop need not be told). A greedy
+      token is -1 where the logits have no highest.
+    """
+    probs = logits_to_probs(logits, sampling)
+    if sampling.temperature > 0:
+        return sample(keys, probs), probs
+    return first(probs == 1, missing=-1), None

@@ -1,33 +1,81 @@
-"""Ways of drafting, by the name that a config gives them."""
+"""Ways of drafting, by the name that a config gives them; among them anybody's own file."""
 
 from __future__ import annotations
+
+import importlib.util
+import pathlib
+from collections.abc import Callable
 
 import jax
 from ml_collections import ConfigDict
 
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.model import ModelDrafter, check_vocabularies
+from spec_jax.models.base import Model
 from spec_jax.models.t5_weights import load_t5
 from spec_jax.tokenizers import load_tokenizer, pieces
 
-KINDS = ('model', 'none')
+_MEMBERS = 'init', 'propose', 'update'
 
 
-def build_drafter(config: ConfigDict, tokenizer, dtype) -> Drafter | None:
+def build_drafter(config: ConfigDict, target: Model, tokenizer, dtype) -> Drafter | None:
     """The drafter that a config's `draft` section describes; None for kind 'none'.
 
     Args:
-      config: `kind`, and what that kind needs: for 'model' the `path` of a folder or a hub id.
+      config: `kind`, one of `KINDS` or FILE.py:NAME, and what that kind needs:
+        'model' the `path` of a folder or a hub id;
+        FILE.py:NAME a function (config, target, tokenizer) -> Drafter in a file that is run, since it was named.
+      target: whose tokens are guessed.
       tokenizer: the target's.
-      dtype: of the draft's parameters and activations.
+      dtype: of the parameters and activations of a draft that is a model.
 
     Raises:
-      ValueError: for an unknown kind, or a draft whose vocabulary is not the target's.
+      FileNotFoundError: there is no such file.
+      ValueError: for an unknown kind, a draft whose vocabulary is not the target's, or a file that has no drafter.
     """
-    if config.kind == 'none':
-        return None
-    if config.kind != 'model':
-        raise ValueError(f'draft.kind: expected one of {", ".join(KINDS)}; got {config.kind!r}')
+    if ':' in config.kind:
+        return _own(config, target, tokenizer)
+    if config.kind not in _BUILDERS:
+        known = ', '.join(_BUILDERS)
+        raise ValueError(f'draft.kind: expected one of {known}, or FILE.py:NAME; got {config.kind!r}')
+    return _BUILDERS[config.kind](config, target, tokenizer, dtype)
+
+
+def _none(config, target, tokenizer, dtype) -> None:
+    return None
+
+
+def _model(config, target, tokenizer, dtype) -> ModelDrafter:
     check_vocabularies(pieces(tokenizer), pieces(load_tokenizer(config.path)))
     window = 1 if jax.default_backend() == 'cpu' else 2
     return ModelDrafter(load_t5(config.path, dtype), window)
+
+
+_BUILDERS: dict[str, Callable[..., Drafter | None]] = {'model': _model, 'none': _none}
+KINDS = tuple(_BUILDERS)
+
+
+def _own(config, target, tokenizer) -> Drafter:
+    """What FILE.py:NAME makes."""
+    file, _, name = config.kind.rpartition(':')
+    path = pathlib.Path(file)
+    if path.suffix != '.py' or not path.is_file():
+        raise FileNotFoundError(
+            f'draft.kind: expected FILE.py:NAME with a Python file, got {file!r}, which is none'
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's file raises, the user has to know where
+        raise ValueError(f'{file}: {type(error).__name__} as the file was run: {error}') from error
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise ValueError(f'draft.kind: expected a function {name!r} in {file}, found none')
+    drafter = make(config, target, tokenizer)
+    if missing := [member for member in _MEMBERS if not callable(getattr(drafter, member, None))]:
+        raise ValueError(
+            f'{config.kind}: expected a drafter with {", ".join(_MEMBERS)}; got {type(drafter).__name__} '
+            f'without {missing[0]!r}'
+        )
+    return drafter

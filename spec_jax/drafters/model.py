@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from spec_jax.drafters.base import draw
 from spec_jax.models.base import Model, last_tokens, read_window
-from spec_jax.sampling import SamplingConfig, logits_to_probs, sample, split_rows
+from spec_jax.sampling import SamplingConfig, split_rows
 from spec_jax.types import Cache, Context, Draft, Inputs, Verification
 
 
@@ -48,8 +49,8 @@ class ModelDrafter:
         def step(cache, tokens, newest, key):
             """Reads tokens [B, W], the last at position `newest`, and draws the next one."""
             logits, cache = read_window(self.model, cache, tokens, newest)
-            probs = logits_to_probs(fit_vocabulary(logits, vocab_size), sampling)
-            tokens = jnp.concatenate([tokens, sample(key, probs)[:, None]], axis=1)
+            drawn, probs = draw(key, fit_vocabulary(logits, vocab_size), sampling)
+            tokens = jnp.concatenate([tokens, drawn[:, None]], axis=1)
             return cache, tokens[:, -self.window :], probs
 
         def scan_step(carry, key):
@@ -59,10 +60,10 @@ class ModelDrafter:
 
         newest = context.length - 1
         cache, tokens, probs = step(state, last_tokens(context, 2), newest, step_keys[0])
-        first = (tokens[:, -1], probs)
+        drawn = (tokens[:, -1], probs)
         (cache, _, _), rest = lax.scan(scan_step, (cache, tokens, newest + 1), step_keys[1:])
         drawn, probs = jax.tree.map(
-            lambda one, more: jnp.concatenate([one[None], more]).swapaxes(0, 1), first, rest
+            lambda one, more: jnp.concatenate([one[None], more]).swapaxes(0, 1), drawn, rest
         )
         return Draft(drawn, probs, jnp.full_like(context.length, gamma)), cache
 

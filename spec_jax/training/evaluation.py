@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from spec_jax import data
+from spec_jax import data, metrics
 from spec_jax.decoding import plain_generate
 from spec_jax.models.t5 import T5
 from spec_jax.sampling import GREEDY, SamplingConfig, row_keys
@@ -199,8 +199,6 @@ def bleu(
     stop: Callable[[], bool] = never,
 ) -> float | None:
     """sacrebleu's corpus BLEU of greedy translations, one reference each; None where `stop` cut it short."""
-    from sacrebleu import corpus_bleu  # training alone needs it
-
     sources = [example.source for example in examples]
     sequences, _ = data.encode_sources(tokenizer, sources, prefix=prefix, max_source_length=max_source_length)
     translated = dict(
@@ -215,5 +213,4 @@ def bleu(
     )
     if len(translated) < len(examples):
         return None
-    texts = [translated[row].text for row in range(len(examples))]
-    return corpus_bleu(texts, [[example.target for example in examples]]).score
+    return metrics.bleu([translated[row].text for row in range(len(examples))], examples)
