@@ -7,6 +7,7 @@ Axes: B rows, G draft length, R tables, V vocabulary.
 
 from functools import partial
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +19,7 @@ from spec_jax.decoding import generate, plain_generate
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.sampling import GREEDY, SamplingConfig, row_keys
 from spec_jax.testing import NanAt, ScriptedDrafter, TableModel, TraceCounter, Traced, prompts
+from spec_jax.types import Draft
 
 V, EOS, ROWS = 16, 1, 8
 KEY = jax.random.key(0)
@@ -289,11 +291,17 @@ def test_keys_for_another_number_of_rows_are_refused():
         speculate(random_model(0), blurred(random_model(0)), key=row_keys(KEY, range(7)))
 
 
+def test_an_old_style_key_is_refused_even_where_its_shape_would_pass():
+    with pytest.raises(ValueError, match='expected a key of jax.random.key, got an array of uint32'):
+        plain(random_model(0), prompts([0, 1]), jax.random.PRNGKey(0))
+
+
 def test_gamma_0_runs_the_plain_program_and_no_draft():
     target = random_model(7)
     output = speculate(target, None, gamma=0, max_new_tokens=300)
     jax.tree.map(np.testing.assert_array_equal, output, plain(target))
     assert_counts(output.stats, rounds=output.length, tested=0, accepted=0, emitted=output.length)
+    assert_counts(output.stats, histogram=output.length[:, None])  # every round accepts nothing
 
 
 def broken(model, row):
@@ -317,6 +325,85 @@ def test_nan_in_plain_decoding_is_an_error_from_its_own_position_on():
     plain(target, max_new_tokens=4)
     with pytest.raises(FloatingPointError, match=r'rows \[7\]: .*NaN'):
         plain(target, max_new_tokens=5)
+
+
+@flax.struct.dataclass
+class Fixed:
+    """Proposes one draft, right or wrong, whatever the text."""
+
+    draft: Draft
+
+    def init(self, inputs, num_slots):
+        return ()
+
+    def propose(self, state, context, keys, gamma, sampling, vocab_size):
+        return self.draft, state
+
+    def update(self, state, context, verified, hidden):
+        return state
+
+
+TOKENS, LENGTH = np.full((ROWS, 3), 4), np.full(ROWS, 3)
+UNIFORM = np.full((ROWS, 3, V), 1 / V, np.float32)
+
+
+@pytest.mark.parametrize(
+    ('draft', 'message'),
+    [
+        (
+            Draft(TOKENS[:, :2], None, LENGTH),
+            r'Draft.tokens: expected integer numbers of shape \[8, 3\], got .*8, 2',
+        ),
+        (Draft(TOKENS * 1.0, None, LENGTH), 'Draft.tokens: expected integer numbers .* got float'),
+        (Draft(TOKENS, None, LENGTH[:, None]), r'Draft.length: expected integer numbers of shape \[8\]'),
+        (
+            Draft(TOKENS, UNIFORM[:, :, 1:], LENGTH),
+            r'Draft.probs: expected floating .* \[8, 3, 16\], got .*8, 3, 15',
+        ),
+    ],
+    ids=['tokens', 'floats', 'length', 'probs'],
+)
+def test_a_draft_of_wrong_shapes_is_refused(draft, message):
+    with pytest.raises(ValueError, match=message):
+        speculate(random_model(0), Fixed(draft))
+
+
+@pytest.mark.parametrize('sampling', [GREEDY, SAMPLED], ids=['greedy', 'sampled'])
+def test_a_draft_that_is_none_is_an_error_that_names_the_row(sampling):
+    outside, twice = TOKENS.copy(), UNIFORM.copy()
+    outside[5, 1], outside[6, 1], twice[2, 2] = V, -1, 2 / V
+    target = random_model(0)
+    with pytest.raises(FloatingPointError, match=r'rows \[5, 6\]: expected tokens of the vocabulary'):
+        speculate(target, Fixed(Draft(outside, None, LENGTH)), sampling=sampling)
+    with pytest.raises(FloatingPointError, match=r'rows \[2\]: expected probabilities that sum to 1'):
+        speculate(target, Fixed(Draft(TOKENS, twice, LENGTH)), sampling=sampling)
+    speculate(target, Fixed(Draft(outside, None, np.full(ROWS, 1))), sampling=sampling)  # not meant
+
+
+def test_full_lenience_keeps_every_draft_and_strict_lenience_is_exact():
+    target = random_model(2, ends=False)
+    drafter = blurred(target)
+    exact = speculate(target, drafter)
+    how = dict(gamma=3, max_new_tokens=LIMIT, sampling=GREEDY)
+    for lenience, output in (0.5, None), (1e-9, None), (1.0, exact):
+        found = generate(target, drafter, ALL, KEY, **how, lenience=lenience)
+        if output is not None:
+            jax.tree.map(np.testing.assert_array_equal, found, output)
+        if lenience == 1e-9:
+            assert_counts(found.stats, rounds=LIMIT // 4, tested=3 * LIMIT // 4, accepted=3 * LIMIT // 4)
+        if lenience == 0.5:
+            assert found.stats.rounds.sum() < exact.stats.rounds.sum()
+    for lenience in 0.0, 1.1, -1.0:
+        with pytest.raises(ValueError, match='lenience: expected a number in'):
+            generate(target, drafter, ALL, KEY, **how, lenience=lenience)
+
+
+def test_a_row_without_a_highest_logit_is_an_error():
+    for value in -jnp.inf, jnp.inf:
+        target = random_model(0)
+        target = target.replace(table=target.table.at[3].set(value))
+        with pytest.raises(FloatingPointError, match=r'rows \[3\]: expected finite logits from the target'):
+            plain(target)
 
 
 def test_a_second_batch_of_the_same_shape_compiles_nothing():

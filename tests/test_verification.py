@@ -16,6 +16,7 @@ from spec_jax.types import Draft
 from spec_jax.verification import (
     acceptance_probability,
     draft_probs,
+    lenient_bound,
     residual_distribution,
     verify_chain,
 )
@@ -281,3 +282,29 @@ def test_acceptances_of_one_row_are_independent_of_each_other_and_of_the_replace
     assert chi_square(np.bincount(verified.num_accepted), np.array([1 / 2, 1 / 4, 1 / 8, 1 / 8])) > 0.001
     bonus = np.asarray(verified.tokens[:, gamma])[np.asarray(verified.num_accepted) == gamma]
     assert chi_square(np.bincount(bonus), np.array([0.5, 0.5])) > 0.001
+
+
+# --- lenience (LOSSY) ---------------------------------------------------------------------------------------
+
+
+def test_lenience_by_hand_and_no_token_is_likelier_than_p_over_l():
+    """p / l = (1, .6, .4); of q, (.1, .2, .4) passes and .3 is drawn anew from (.8, .2, 0)."""
+    p, q, lenience = np.array([0.5, 0.3, 0.2], np.float32), np.array([0.1, 0.2, 0.7], np.float32), 0.5
+    tokens, probs = np.asarray(draw(keys(FEW, 1), np.tile(q, (FEW, 1)))), np.tile(q, (FEW, 1, 1))
+    rows = np.tile(p, (FEW, 2, 1))
+    bound = lenient_bound(rows, np.log(rows), CONFIGS[0], lenience)
+    np.testing.assert_allclose(bound[0, 0], [1, 0.6, 0.4], rtol=1e-6)
+    verified = verify(rows, Draft(tokens[:, None], probs, np.ones(FEW, np.int32)), keys(FEW, 2), bound)
+    first = np.bincount(verified.tokens[:, 0], minlength=3)
+    assert chi_square(first, np.array([0.34, 0.26, 0.4])) > 0.001
+    assert chi_square(np.bincount(verified.num_accepted, minlength=2), np.array([0.3, 0.7])) > 0.001
+
+
+def test_greedy_lenience_passes_what_is_nearly_as_likely_as_the_best():
+    logits = np.log(np.array([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]], np.float32))
+    p = logits_to_probs(logits, GREEDY)
+    np.testing.assert_array_equal(lenient_bound(p, logits, GREEDY, 0.5), [[1, 1, 0], [0, 0, 1]])
+    np.testing.assert_array_equal(lenient_bound(p, logits, GREEDY, 0.1), np.ones((2, 3)))
+    np.testing.assert_array_equal(lenient_bound(p, logits, GREEDY, 1.0), p)
+    limited = SamplingConfig(temperature=0.0, vocab_limit=2)
+    np.testing.assert_array_equal(lenient_bound(p, logits, limited, 0.1)[0], [1, 1, 0])

@@ -100,9 +100,8 @@ def distilled_loss(
     """As `batch_loss`, with `weight` of it given to the teacher's distribution in the label's place."""
     inputs = Inputs(batch.source, batch.source_mask)
     logits = model.forward(inputs, batch.decoder_input, key)
-    hard, count = cross_entropy(logits, batch.labels, batch.label_mask, smoothing)
-    soft, _ = distillation(logits, teacher.forward(inputs, batch.decoder_input), batch.label_mask)
-    return (1 - weight) * hard + weight * soft, count
+    teacher_logits = teacher.forward(inputs, batch.decoder_input)
+    return distillation(logits, teacher_logits, batch.labels, batch.label_mask, weight, smoothing)
 
 
 @partial(jax.jit, static_argnames=('optimizer', 'smoothing', 'distill_weight'), donate_argnames='state')

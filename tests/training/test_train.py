@@ -65,10 +65,12 @@ def test_smoothing_moves_mass_to_the_uniform_distribution():
 def test_distillation_is_cross_entropy_under_the_teacher():
     p, q = np.array([0.7, 0.2, 0.1]), np.array([0.2, 0.3, 0.5])
     both = jnp.log(jnp.array([[q, q]])) - 1.0, jnp.log(jnp.array([[p, q]])) + 2.0  # [1, 2, 3]
-    total, count = losses.distillation(*both, jnp.array([[True, False]]))
+    labels = jnp.zeros((1, 2), jnp.int32)
+    total, count = losses.distillation(*both, labels, jnp.array([[True, False]]))
     assert count == 1
     np.testing.assert_allclose(total, -(p * np.log(q)).sum(), rtol=1e-6)
-    gradient = jax.grad(lambda logits: losses.distillation(logits, both[1], jnp.array([[True, True]]))[0])
+    every = jnp.array([[True, True]])
+    gradient = jax.grad(lambda logits: losses.distillation(logits, both[1], labels, every)[0])
     np.testing.assert_allclose(gradient(both[0])[0, 0], q - p, atol=1e-6)
     np.testing.assert_allclose(gradient(both[0])[0, 1], 0, atol=1e-6)
 
@@ -80,7 +82,7 @@ def test_a_distilled_loss_is_part_labels_and_part_teacher():
     batch = data.TrainingBatch(None, None, None, None, labels, mask)
     total, count = train.distilled_loss(student, teacher, batch, None, smoothing=0.1, weight=0.25)
     hard, _ = losses.cross_entropy(student.forward(), labels, mask, 0.1)
-    soft, _ = losses.distillation(student.forward(), teacher.forward(), mask)
+    soft, _ = losses.distillation(student.forward(), teacher.forward(), labels, mask)
     assert count == 2
     np.testing.assert_allclose(total, 0.75 * hard + 0.25 * soft, rtol=1e-6)
 

@@ -1,0 +1,92 @@
+"""Drafters by name, and by FILE.py:NAME."""
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from spec_jax import generate, plain_generate
+from spec_jax.drafters.build import KINDS, build_drafter
+from spec_jax.sampling import GREEDY
+from spec_jax.testing import TableModel, prompts
+
+TARGET = TableModel.random(jax.random.key(0), 6, eos_id=1)
+
+OWN = '''
+import flax.struct, jax.numpy as jnp
+from spec_jax import Draft
+
+@flax.struct.dataclass
+class Repeat:
+    """Guesses that the last token comes again."""
+
+    times: int = flax.struct.field(pytree_node=False)
+
+    def init(self, inputs, num_slots):
+        return ()
+
+    def propose(self, state, context, keys, gamma, sampling, vocab_size):
+        last = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
+        length = jnp.full_like(context.length, min(gamma, self.times))
+        return Draft(jnp.repeat(last, gamma, axis=1), None, length), state
+
+    def update(self, state, context, verified, hidden):
+        return state
+
+def repeat(config, target, tokenizer):
+    return Repeat(config.times)
+
+def nothing(config, target, tokenizer):
+    return object()
+
+number = 3
+'''
+
+
+@pytest.fixture
+def own(tmp_path):
+    file = tmp_path / 'own.py'
+    file.write_text(OWN)
+    return file
+
+
+def build(kind, **keys):
+    return build_drafter(ConfigDict(dict(kind=kind, **keys)), TARGET, None, 'float32')
+
+
+def test_a_drafter_of_ones_own_from_a_file(own):
+    drafter = build(f'{own}:repeat', times=2)
+    assert drafter.times == 2
+    how = dict(max_new_tokens=20, sampling=GREEDY)
+    inputs, key = prompts([0, 1]), jax.random.key(0)
+    output = generate(TARGET, drafter, inputs, key, gamma=3, **how)
+    np.testing.assert_array_equal(output.tokens, plain_generate(TARGET, inputs, key, **how).tokens)
+
+
+def test_none_is_no_drafter():
+    assert build('none') is None
+
+
+def test_an_unknown_kind_lists_the_known_ones():
+    with pytest.raises(ValueError, match='expected one of .*model.*, or FILE.py:NAME; got .guess.') as error:
+        build('guess')
+    assert all(kind in str(error.value) for kind in KINDS)
+
+
+def test_what_is_wrong_with_a_file_is_said_in_one_line(own, tmp_path):
+    broken = tmp_path / 'broken.py'
+    broken.write_text('import spec_jax\n1 / 0\n')
+    for kind, error, message in [
+        (
+            f'{tmp_path}/none.py:repeat',
+            FileNotFoundError,
+            'expected FILE.py:NAME with a Python file, got .*none.py',
+        ),
+        (f'{tmp_path}:repeat', FileNotFoundError, 'expected FILE.py:NAME'),
+        (f'{broken}:repeat', ValueError, 'broken.py: ZeroDivisionError as the file was run'),
+        (f'{own}:other', ValueError, "expected a function 'other' in .*own.py, found none"),
+        (f'{own}:number', ValueError, "expected a function 'number'"),
+        (f'{own}:nothing', ValueError, "got object without 'init'"),
+    ]:
+        with pytest.raises(error, match=message):
+            build(kind)
