@@ -15,7 +15,14 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         dict(
             target=str(demo.TARGET),  # a folder or a hub id
-            draft=dict(kind='model', path=str(demo.DRAFT)),  # kind 'none' decodes plainly
+            draft=dict(
+                kind='model',  # unigram, bigram, ngram, prompt_lookup, FILE.py:NAME, or none: plain decoding
+                path=str(demo.DRAFT),  # of a model
+                counts=str(demo.COUNTS),  # of n-grams
+                order=3,  # of kind ngram
+                max_ngram=3,  # of prompt_lookup: the most tokens that must agree,
+                min_ngram=1,  # and the fewest
+            ),
             dtype='float32',
             gamma=3,
             batch_size=1,
@@ -32,5 +39,19 @@ def get_config() -> ConfigDict:
             ),  # format '' goes by the suffix
             compare=False,
             repeats=3,  # timed runs of a batch, of which the median counts
+            alpha=dict(  # of scripts/measure_alpha.py
+                drafts='unigram,bigram,prompt_lookup,model',
+                temperatures='0,1',
+                tokens=10_000,  # at each temperature; 0 takes all lines
+                batch_size=16,
+            ),
+            verify=dict(  # of scripts/verify.py
+                rule=True,  # False leaves the accept/resample rule itself out
+                greedy_prompts=12,  # 0 leaves greedy decoding out
+                sampled_prompts=4,
+                samples=2048,  # speculative texts, and twice as many plain ones; 0 leaves sampling out
+                tokens=7,  # of a sampled text; gamma + 3 where that is more
+                rows=64,  # of a batch of them
+            ),
         )
     )

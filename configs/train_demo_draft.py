@@ -2,12 +2,14 @@
 
 python scripts/distill.py --config=configs/distill_demo.py --workdir=W/distilled \
     --config.target=W/target/export --config.data.train=W/data/train.tsv
-python scripts/train.py --config=configs/train_demo_draft.py --workdir=W/draft \
-    --config.tokenizer=W/target/export --config.data.train=W/distilled/distilled.tsv \
-    --config.data.valid=W/data/valid_libreoffice.tsv,W/data/valid_tatoeba.tsv
+D='--config.tokenizer=W/target/export --config.data.train=W/distilled/distilled.tsv'
+python scripts/train.py --config=configs/train_demo_draft.py --workdir=W/draft $D \
+    --config.steps=8000 --config.decay_fraction=0
+python scripts/train.py --config=configs/train_demo_draft.py --workdir=W/draft $D \
+    --config.distill_from=W/target/export --config.distill_weight=0.9
 
-With --config.distill_from=W/target/export --config.distill_weight=0.9 the draft also learns the probabilities
-that the target gives to the other words; a step then takes as long as the target's forward pass besides.
+The first 8,000 steps learn the words that the target chose, at a high rate; the rest learns, while the rate falls, the
+probabilities that it gave to all words. A step of the second kind takes twice as long, for the target's forward pass.
 """
 
 from ml_collections import ConfigDict
@@ -43,7 +45,7 @@ def get_config() -> ConfigDict:
             distill_from='',
             distill_weight=0.0,
             tokens_per_batch=1024,
-            steps=10000,
+            steps=15000,
             eval_every=1000,
             eval_bleu_sentences=100,
             eval_batch_size=32,

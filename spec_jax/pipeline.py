@@ -40,6 +40,7 @@ class Settings:
       sampling: how logits become a distribution.
       batch_size: rows of a batch.
       max_source_length: widest source, EOS included.
+      narrowest: narrowest batch that sources are padded to; the wider, the fewer programs are compiled.
       seed: of the run; each line's key is folded from it and the line's number.
     """
 
@@ -48,6 +49,7 @@ class Settings:
     sampling: SamplingConfig
     batch_size: int = 1
     max_source_length: int = 128
+    narrowest: int = 16
     seed: int = 0
     lenience: float = 1.0
 
@@ -132,9 +134,9 @@ def batches(sources: list[np.ndarray], settings: Settings) -> Iterable[tuple[dat
     """Batches of similar length with their inputs and row keys; lines that are EOS alone are left out."""
     lines = [line for line, ids in enumerate(sources) if len(ids) > 1]
     run_key = jax.random.key(settings.seed)
-    for batch in data.bucket_batches(
-        [sources[line] for line in lines], settings.batch_size, settings.max_source_length
-    ):
+    some = [sources[line] for line in lines]
+    widest, narrowest = settings.max_source_length, settings.narrowest
+    for batch in data.bucket_batches(some, settings.batch_size, widest, smallest=narrowest):
         rows = np.array([lines[row] if row >= 0 else -1 for row in batch.rows])
         mask = batch.mask & (rows >= 0)[:, None]  # an empty mask is a finished row
         inputs = Inputs(jnp.asarray(batch.tokens), jnp.asarray(mask))

@@ -12,6 +12,8 @@ import jax
 from ml_collections import ConfigDict
 from tabulate import tabulate
 
+from spec_jax import analysis
+
 # The keys of report.json that every run has, in this order; None where a run did not measure one.
 KEYS = (
     'tokens',
@@ -94,9 +96,30 @@ _LABELS = dict(
 
 
 def summary(figures: dict[str, Any]) -> str:
-    """The measured figures, a line each."""
+    """The measured figures, a line each, and a warning where plain decoding should be faster."""
     rows = [(label, figures[name]) for name, label in _LABELS.items() if figures.get(name) is not None]
     table = tabulate(rows, floatfmt='.3g', tablefmt='plain')
+    if warning := _slower(figures):
+        table += f'\n{warning}'
     if figures.get('lossy'):
         table = f"LOSSY ({figures['lossy']}): the output is not distributed as the target's own\n{table}"
     return table
+
+
+def _slower(figures: dict[str, Any]) -> str:
+    """What to do where a speed-up below 1 is predicted, by Theorem 3.8 or with the cost of rows; else empty."""
+    predicted, attainable = (figures.get(name) for name in ('predicted_speedup', 'attainable_speedup'))
+    if predicted is not None and predicted < 1:
+        best = analysis.best_gamma(figures['alpha'], figures['c'])
+        advice = (
+            f'gamma {best} suits this draft best'
+            if best
+            else 'no gamma gains with this draft; gamma 0 decodes plainly'
+        )
+        return f'WARNING: slower than plain decoding, predicted {predicted:.3g} times as fast: {advice}'
+    if attainable is not None and attainable < 1:
+        return (
+            f'WARNING: slower than plain decoding, at most {attainable:.3g} times as fast: a target call over '
+            f'gamma + 1 rows costs {figures["cost_of_rows"]:.3g} plain steps, so try a smaller batch or gamma'
+        )
+    return ''

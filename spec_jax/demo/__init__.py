@@ -5,4 +5,5 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 TARGET = FOLDER / 'target'
 DRAFT = FOLDER / 'draft'
+COUNTS = FOLDER / 'ngram'  # of n-grams in the target's own outputs
 SENTENCES = FOLDER / 'sentences.tsv'

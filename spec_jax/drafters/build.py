@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 from collections.abc import Callable
+from functools import partial
 
 import jax
 from ml_collections import ConfigDict
 
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.model import ModelDrafter, check_vocabularies
+from spec_jax.drafters.ngram import NgramDrafter, load_ngram
+from spec_jax.drafters.prompt_lookup import PromptLookup
 from spec_jax.models.base import Model
 from spec_jax.models.t5_weights import load_t5
 from spec_jax.tokenizers import load_tokenizer, pieces
@@ -24,6 +27,9 @@ def build_drafter(config: ConfigDict, target: Model, tokenizer, dtype) -> Drafte
     Args:
       config: `kind`, one of `KINDS` or FILE.py:NAME, and what that kind needs:
         'model' the `path` of a folder or a hub id;
+        'unigram', 'bigram' and 'ngram' the `counts` of `scripts/train.py`, 'ngram' the `order` as well;
+        'prompt_lookup' `max_ngram` and `min_ngram`;
+        'none' nothing;
         FILE.py:NAME a function (config, target, tokenizer) -> Drafter in a file that is run, since it was named.
       target: whose tokens are guessed.
       tokenizer: the target's.
@@ -51,7 +57,24 @@ def _model(config, target, tokenizer, dtype) -> ModelDrafter:
     return ModelDrafter(load_t5(config.path, dtype), window)
 
 
-_BUILDERS: dict[str, Callable[..., Drafter | None]] = {'model': _model, 'none': _none}
+def _ngram(order: int | None, config, target, tokenizer, dtype) -> NgramDrafter:
+    return load_ngram(
+        config.counts, config.order if order is None else order, target.vocab_size, pieces(tokenizer)
+    )
+
+
+def _prompt_lookup(config, target, tokenizer, dtype) -> PromptLookup:
+    return PromptLookup(config.max_ngram, config.min_ngram)
+
+
+_BUILDERS: dict[str, Callable[..., Drafter | None]] = {
+    'model': _model,
+    'unigram': partial(_ngram, 1),
+    'bigram': partial(_ngram, 2),
+    'ngram': partial(_ngram, None),
+    'prompt_lookup': _prompt_lookup,
+    'none': _none,
+}
 KINDS = tuple(_BUILDERS)
 
 

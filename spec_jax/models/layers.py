@@ -65,6 +65,14 @@ class RMSNorm(nnx.Module):
         return (wide * inverse).astype(x.dtype) * self.scale[...].astype(x.dtype)
 
 
+def _by_head(x: Array, weight: Array) -> Array:
+    """x [B, T, D] by weight [D, H, K] -> [B, H, T, K].
+
+    The small result is transposed: asked for 'bhtk' at once, XLA's CPU backend transposes the weight, at every call.
+    """
+    return einsum('btd,dhk->bthk', x, weight).swapaxes(1, 2)
+
+
 class Attention(nnx.Module):
     """Multi-head attention; the caller brings keys, values and an additive bias.
 
@@ -83,12 +91,11 @@ class Attention(nnx.Module):
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
         """Projects x [B, L, D] to keys and values [B, H, L, K]."""
-        spec = 'bld,dhk->bhlk'
-        return einsum(spec, x, self.key[...]), einsum(spec, x, self.value[...])
+        return _by_head(x, self.key[...]), _by_head(x, self.value[...])
 
     def __call__(self, x: Array, key: Array, value: Array, bias: Array) -> Array:
         """Attends from x [B, T, D] to key, value [B, H, L, K] under bias [B or 1, H or 1, T, L] -> [B, T, D]."""
-        query = einsum('btd,dhk->bhtk', x, self.query[...])
+        query = _by_head(x, self.query[...])
         scores = einsum('bhtk,bhlk->bhtl', query, key, jnp.float32)
         weights = jax.nn.softmax(scores + bias, axis=-1).astype(x.dtype)
         context = einsum('bhtl,bhlk->bhtk', weights, value)

@@ -1,0 +1,99 @@
+"""What a draft that costs nothing gains at each alpha, down to one that is never right.
+
+    python scripts/benchmark_overhead.py --config=configs/demo_ende.py --workdir=W
+
+Decodes greedily by turns: plainly, with an oracle that is right at a given rate, and with drafts that cost little:
+those of --drafts, each a kind of config.draft or FILE.py:NAME. Takes the first 30 lines unless data.limit says
+otherwise, and leaves W/report.json, W/report.md and W/overhead.png.
+"""
+
+import pathlib
+import time
+from functools import partial
+
+import jax
+from absl import flags
+from ml_collections import ConfigDict
+from tqdm import tqdm
+
+from spec_jax import acceptance, cli, data, overhead, pipeline, report
+from spec_jax.drafters.build import build_drafter
+from spec_jax.models.t5_weights import load_t5
+from spec_jax.tokenizers import load_tokenizer
+
+_CONFIG = cli.define_config()
+_WORKDIR = flags.DEFINE_string(
+    'workdir', None, 'Folder for report.json, report.md, overhead.png.', required=True
+)
+_DRAFTS = flags.DEFINE_list(
+    'drafts', None, 'By default prompt_lookup, and unigram and bigram where draft.counts is a file or folder.'
+)
+_LINES = 30  # where data.limit is 0
+
+
+def main(_):
+    config, workdir, start = _CONFIG.value, report.make_workdir(_WORKDIR.value), time.perf_counter()
+    settings = pipeline.settings_from(config)
+    overhead.check(settings)
+    examples = data.read_examples(config.data.path, config.data.format or None)
+    examples = examples[: config.data.limit or _LINES]
+    tokenizer = load_tokenizer(config.target)
+    target = load_t5(config.target, config.dtype)
+    drafters = {entry: _build(entry, config, target, tokenizer) for entry in _entries(config)}
+    settings = pipeline.fit_to_vocabulary(settings, target, tokenizer)
+    sources, num_truncated = data.encode_sources(
+        tokenizer,
+        [example.source for example in examples],
+        prefix=config.data.prefix,
+        max_source_length=config.max_source_length,
+        on_long=config.on_long,
+    )
+    settings = acceptance.one_width(settings, sources)
+    print(f'{len(sources)} lines, {len(drafters)} drafts; compiling takes a minute or two', flush=True)
+    progress = partial(tqdm, unit='batch', dynamic_ncols=True, desc='measuring')
+    rows = overhead.measure(target, drafters, sources, settings, repeats=config.repeats, progress=progress)
+
+    device = jax.devices()[0]
+    facts = {
+        'target': config.target,
+        'data': f'{config.data.path}, {len(sources)} lines, {num_truncated} of them cut to '
+        f'{config.max_source_length} tokens; {rows[0]["tokens"]} tokens of output',
+        'gamma': f'{settings.gamma}, batch size {settings.batch_size}, {config.repeats} runs of each batch',
+        'device': f'{device.platform}: {device.device_kind}, {config.dtype}',
+        'seconds': f'{time.perf_counter() - start:.0f}, compilation included',
+    }
+    _write(workdir, rows, facts, settings, config)
+
+
+def _write(workdir, rows, facts, settings, config):
+    report.write_text(workdir / 'report.md', overhead.markdown(rows, settings.gamma, facts))
+    title = f'Drafts that cost nothing, gamma = {settings.gamma}, batch size {settings.batch_size}'
+    overhead.plot(rows, title).savefig(workdir / 'overhead.png', dpi=150)
+    found = overhead.conclusions(rows)
+    shared = {key: rows[0][key] for key in ('tokens', 'plain_tokens_per_s', 'cost_of_rows')}
+    shared |= dict(greedy_match=min(row['greedy_match'] for row in rows))
+    report.write_report(workdir, shared | found | dict(drafts=rows, measured_on=facts), config)
+    print('\n' + overhead.table(rows) + '\n')
+    print('\n'.join(overhead.sentences(found, settings.gamma)))
+    print(
+        f'\ntable: {workdir / "report.md"}   figures: {workdir / "report.json"}   plot: {workdir / "overhead.png"}'
+    )
+
+
+def _entries(config):
+    """Names of the drafts, each once."""
+    if _DRAFTS.value is not None:
+        return list(dict.fromkeys(_DRAFTS.value))
+    counted = bool(config.draft.counts) and pathlib.Path(config.draft.counts).exists()
+    return ['prompt_lookup', 'unigram', 'bigram'] if counted else ['prompt_lookup']
+
+
+def _build(entry, config, target, tokenizer):
+    draft = ConfigDict(config.draft.to_dict() | dict(kind=entry))
+    if (drafter := build_drafter(draft, target, tokenizer, config.dtype)) is None:
+        raise ValueError(f'--drafts: expected drafts, separated by commas; got {entry!r}, which is none')
+    return drafter
+
+
+if __name__ == '__main__':
+    cli.run(main)

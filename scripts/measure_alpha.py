@@ -1,0 +1,210 @@
+"""alpha of every draft named, along texts that the target generates: the paper's Table 3 for any pair.
+
+    python scripts/measure_alpha.py --config=configs/demo_ende.py --workdir=W \
+        --config.alpha.drafts=unigram,model,my_draft.py:build --config.data.path=my.txt
+
+Leaves W/report.json, W/report.md and W/alpha.png. A draft is a kind of config.draft, KIND=PATH for one with
+another model or other counts (model=small,model=base), or FILE.py:NAME. Stopped at any moment and started again
+with the same command, it goes on where it was.
+"""
+
+import dataclasses
+import pathlib
+import time
+import zlib
+from functools import partial
+
+import jax
+from absl import flags
+from ml_collections import ConfigDict
+from tqdm import tqdm
+
+from spec_jax import acceptance, acceptance_report, cli, data, pipeline, report
+from spec_jax.drafters.build import build_drafter
+from spec_jax.journal import Journal
+from spec_jax.models.t5_weights import load_t5
+from spec_jax.sampling import SamplingConfig
+from spec_jax.tokenizers import load_tokenizer
+
+_CONFIG = cli.define_config()
+_WORKDIR = flags.DEFINE_string(
+    'workdir', None, 'Folder for the report, its table and its plot.', required=True
+)
+
+# The key of config.draft that PATH stands for in KIND=PATH.
+_FILES = dict(model='path', unigram='counts', bigram='counts', ngram='counts')
+
+
+def main(_):
+    config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
+    entries, temperatures = _entries(config), _temperatures(config)
+    settings = _settings(config)
+    examples = data.read_examples(config.data.path, config.data.format or None)
+    examples = examples[: config.data.limit or None]
+    tokenizer = load_tokenizer(config.target)
+    target = load_t5(config.target, config.dtype)
+    drafters = {entry: _build(entry, config, target, tokenizer) for entry in entries}
+    settings = pipeline.fit_to_vocabulary(settings, target, tokenizer)
+    sources, num_truncated = data.encode_sources(
+        tokenizer,
+        [example.source for example in examples],
+        prefix=config.data.prefix,
+        max_source_length=config.max_source_length,
+        on_long=config.on_long,
+    )
+    if num_truncated:
+        print(f'{num_truncated} of {len(sources)} sources cut to {config.max_source_length} tokens')
+    settings = acceptance.one_width(settings, sources)
+
+    start = time.perf_counter()
+    rows = []
+    for temperature in temperatures:
+        sampling = dataclasses.replace(settings.sampling, temperature=temperature)
+        rows += _measure(
+            target, drafters, sources, dataclasses.replace(settings, sampling=sampling), config, workdir
+        )
+    facts = _facts(config, rows, len(sources), num_truncated, time.perf_counter() - start)
+    _write(workdir, rows, facts, config)
+    print(
+        f'\ntables: {workdir / "report.md"}   figures: {workdir / "report.json"}   plot: {workdir / "alpha.png"}'
+    )
+
+
+def _measure(target, drafters, sources, settings, config, workdir):
+    """A row of figures for each draft at one temperature, all along the same texts."""
+    temperature = settings.sampling.temperature
+    run = config.to_dict() | dict(temperature=temperature)
+    run |= dict(sources=zlib.crc32(b''.join(ids.tobytes() for ids in sources)))
+    for section in ('alpha', 'draft'):
+        del run[section]
+    texts = acceptance.target_texts(
+        target,
+        sources,
+        settings,
+        config.alpha.tokens,
+        _progress(f'T={temperature:g} texts of the target'),
+        _journal(workdir, run),
+    )
+    if not texts:
+        raise ValueError(f'{config.data.path}: expected a line with text in it; got empty lines alone')
+    leniences = acceptance.LENIENCES if temperature > 0 else (1.0,)
+    rows = []
+    for entry, drafter in drafters.items():
+        journal = _journal(
+            workdir, run | dict(draft=entry, settings=config.draft.to_dict(), file=_crc(entry))
+        )
+        progress = _progress(f'T={temperature:g} {entry}')
+        records = acceptance.measure_lines(
+            target, drafter, sources, texts, settings, leniences, progress, journal
+        )
+        figures = acceptance.figures(records, leniences, seed=config.seed)
+        rows.append(dict(draft=entry, temperature=temperature) | figures)
+    return rows
+
+
+def _progress(what):
+    return partial(tqdm, unit='batch', dynamic_ncols=True, desc=what)
+
+
+def _journal(workdir, run):
+    """Where a part of the run keeps its lines; a draft added to the list finds those of the others still good."""
+    name = zlib.crc32(repr([run['temperature'], run.get('draft')]).encode())
+    return Journal.open(workdir / f'unfinished.{name:08x}.jsonl', run)
+
+
+def _write(workdir, rows, facts, config):
+    report.write_text(workdir / 'report.md', acceptance_report.markdown(rows, facts))
+    title = f'{pathlib.Path(config.target).name} on {pathlib.Path(config.data.path).name}'
+    figure = acceptance_report.plot(rows, title)
+    figure.savefig(workdir / 'alpha.png', dpi=150)
+    exact = [{key: value for key, value in row.items() if key != 'lenience'} for row in rows]
+    lossy = [
+        {key: row[key] for key in ('draft', 'temperature', 'lenience')}
+        for row in rows
+        if len(row['lenience']) > 1
+    ]
+    figures = dict(
+        tokens=sum({row['temperature']: row['tokens'] for row in rows}.values()),
+        alpha=rows[0]['alpha'] if len(rows) == 1 else None,
+        drafts=exact,
+        LOSSY_lenience=lossy,
+        measured_on=facts,
+        paper=dict(table_3=acceptance_report.PAPER_ALPHA, LOSSY_table_5=acceptance_report.PAPER_LENIENCE),
+    )
+    report.write_report(workdir, figures, config)
+    for path in workdir.glob('unfinished.*.jsonl'):
+        path.unlink()
+    print('\n' + acceptance_report.alpha_table(rows))
+    if lossy:
+        print('\n' + acceptance_report.lenience_table(rows))
+
+
+def _facts(config, rows, num_lines, num_truncated, seconds):
+    """What a reader of the table has to know."""
+    device = jax.devices()[0]
+    per_temperature = {f'T = {row["temperature"]:g}': row for row in rows}
+    return {
+        'target': config.target,
+        'drafts': ', '.join(dict.fromkeys(row['draft'] for row in rows))
+        + f' (draft: {config.draft.to_dict()})',
+        'data': f'{config.data.path}, {num_lines} lines, prefix {config.data.prefix!r}, '
+        f'{num_truncated} sources cut to {config.max_source_length} tokens',
+        'tokens': ', '.join(
+            f'{row["tokens"]} in {row["texts"]} texts at {name}' for name, row in per_temperature.items()
+        )
+        + f', each of at most {config.max_new_tokens}',
+        'sampling': f'top_k {config.top_k}, top_p {config.top_p:g}, seed {config.seed}',
+        'device': f'{device.platform}: {device.device_kind}, {config.dtype}',
+        'seconds': f'{seconds:.0f}, compilation included',
+    }
+
+
+def _settings(config):
+    settings = pipeline.settings_from(config)
+    if settings.lenience < 1:
+        raise ValueError(
+            f'lenience: expected 1, got {settings.lenience:g}; alpha by lenience, LOSSY, is measured without it'
+        )
+    for name, lowest in (('batch_size', 1), ('tokens', 0)):
+        if config.alpha[name] < lowest:
+            raise ValueError(f'alpha.{name}: expected an integer >= {lowest}, got {config.alpha[name]}')
+    return dataclasses.replace(settings, batch_size=config.alpha.batch_size)
+
+
+def _entries(config):
+    entries = list(dict.fromkeys(entry.strip() for entry in config.alpha.drafts.split(',')))
+    if unfit := [entry for entry in entries if entry in ('', 'none')]:
+        raise ValueError(f'alpha.drafts: expected drafts, separated by commas; got {unfit[0]!r} among them')
+    return entries
+
+
+def _temperatures(config):
+    try:
+        found = [float(text) for text in config.alpha.temperatures.split(',')]
+    except ValueError as error:
+        raise ValueError(
+            f'alpha.temperatures: expected numbers, separated by commas; got {config.alpha.temperatures!r}'
+        ) from error
+    return [SamplingConfig(temperature).temperature for temperature in dict.fromkeys(found)]
+
+
+def _build(entry, config, target, tokenizer):
+    kind, given, path = entry.partition('=')
+    draft = config.draft.to_dict() | dict(kind=kind)
+    if given:
+        if kind not in _FILES:
+            raise ValueError(
+                f'alpha.drafts: expected =PATH behind one of {", ".join(_FILES)}; got {entry!r}: leave it out'
+            )
+        draft[_FILES[kind]] = path
+    return build_drafter(ConfigDict(draft), target, tokenizer, config.dtype)
+
+
+def _crc(entry):
+    """Of a user's own file: edited since, it is another draft."""
+    file = pathlib.Path(entry.rpartition(':')[0])
+    return zlib.crc32(file.read_bytes()) if ':' in entry else 0
+
+
+if __name__ == '__main__':
+    cli.run(main)

@@ -1,0 +1,125 @@
+"""What a verification is made of: its rows, the pair, and the prompts.
+
+Axes: B rows of a batch, S source length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import data, pipeline
+from spec_jax.drafters.base import Drafter
+from spec_jax.exactness.statistics import Result
+from spec_jax.models.base import Model
+from spec_jax.types import Inputs, Output
+
+# Nats between the argmax and what rounding makes of it.
+EPSILON = {'float32': pipeline.NEAR_TIE, 'bfloat16': 0.1}
+
+Progress = Callable[..., Iterable]  # wraps an iterable, as tqdm does; takes desc
+
+
+def silent(iterable, desc):
+    """The progress that is not shown."""
+    return iterable
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One row of the table.
+
+    Attributes:
+      tier: 'rule', 'loop' or 'deployment'.
+      tested: what.
+      samples: how many, of what.
+      found: the result.
+      finds: the size of deviation that would have been found.
+      passed: False for a deviation; None where there was nothing to test.
+      p_value: of a statistical test; else None.
+    """
+
+    tier: str
+    tested: str
+    samples: str
+    found: str
+    finds: str
+    passed: bool | None
+    p_value: float | None = None
+
+    @classmethod
+    def of_test(cls, tested: str, samples: str, result: Result, kind: str, seen: str = '') -> Check:
+        """A statistical test's.
+
+        Args:
+          tested: what.
+          samples: how many, of what.
+          result: the test's.
+          kind: of deviation, in words, as in 'a shift of'.
+          seen: what else to say of the result.
+        """
+        power = f'{kind} {100 * result.detectable:.2g} %'
+        return cls(
+            tier='loop',
+            tested=tested,
+            samples=samples,
+            found=f'p = {result.p_value:.2g}' + (f'; {seen}' if seen else ''),
+            finds=power if result.detectable < 1 else 'nothing: too few samples, or all alike',
+            passed=result.passed,
+            p_value=result.p_value,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """What is verified.
+
+    Attributes:
+      target: whose texts are wanted.
+      drafter: whose guesses are accepted or not.
+      settings: gamma, lenience, limits, seed and how to sample; at temperature 0 `sampled` takes 1.
+      dtype: 'float32' or 'bfloat16', of the models' arithmetic.
+    """
+
+    target: Model
+    drafter: Drafter
+    settings: pipeline.Settings
+    dtype: str
+
+
+def choose(sources: list[np.ndarray], count: int) -> list[np.ndarray]:
+    """`count` of the sources that are more than an EOS, evenly spaced in the order of their lengths.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if not (real := sorted((source for source in sources if len(source) > 1), key=len)):
+        raise ValueError('data: expected a line with text in it; got empty lines alone')
+    places = np.linspace(0, len(real) - 1, min(count, len(real))).round().astype(int)
+    return [real[place] for place in places]
+
+
+def with_sampling(pair: Pair, temperature: float) -> pipeline.Settings:
+    sampling = dataclasses.replace(pair.settings.sampling, temperature=temperature)
+    return dataclasses.replace(pair.settings, sampling=sampling)
+
+
+def width(sources: list[np.ndarray]) -> int:
+    return max(map(len, sources))
+
+
+def to_inputs(rows: list[np.ndarray | None], width: int) -> Inputs:
+    """Prompts of one width; None makes a filler row."""
+    filler = next(row for row in rows if row is not None)[-1:]
+    tokens, mask = data.pad_rows([filler if row is None else row for row in rows], len(rows), width)
+    mask &= np.array([row is not None for row in rows])[:, None]
+    return Inputs(jnp.asarray(tokens), jnp.asarray(mask))
+
+
+def ids_of(output: Output) -> list[np.ndarray]:
+    """The ids of each row, EOS included."""
+    tokens, length = np.asarray(output.tokens), np.asarray(output.length)
+    return [row[:end] for row, end in zip(tokens, length, strict=True)]

@@ -1,0 +1,135 @@
+"""Greedy decoding against the plain decoder's, token for token.
+
+Axes: B rows, N tokens of a text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import data, pipeline
+from spec_jax.analysis import add_stats
+from spec_jax.exactness import audit
+from spec_jax.exactness.checks import (
+    EPSILON,
+    Check,
+    Pair,
+    Progress,
+    ids_of,
+    silent,
+    to_inputs,
+    width,
+    with_sampling,
+)
+from spec_jax.models.base import Model
+from spec_jax.sampling import row_keys
+from spec_jax.types import Output, Stats
+
+
+@dataclasses.dataclass
+class Greedy:
+    """What `greedy` found: rows for the table, and the report's figures.
+
+    Attributes:
+      checks: rows.
+      stats: counts of the run one prompt at a time, summed.
+      agreement: greedy_match, near_ties, mismatches.
+    """
+
+    checks: list[Check]
+    stats: Stats
+    agreement: dict[str, Any]
+
+
+def greedy(pair: Pair, sources: list[np.ndarray], progress: Progress = silent) -> Greedy:
+    """Greedy ids against the plain decoder's, and each token against the target's argmax.
+
+    Args:
+      sources: int32 [S] each, of some tokens and an EOS.
+    """
+    settings = with_sampling(pair, temperature=0.0)
+    plain = pipeline.plain_program(pair.target, settings)
+    speculative = pipeline.speculative_program(pair.target, pair.drafter, settings)
+    run_key = jax.random.key(settings.seed)
+    plain_ids, outputs = [], []
+    for line, source in enumerate(progress(sources, desc='greedy')):
+        inputs, keys = to_inputs([source], width(sources)), row_keys(run_key, [line])
+        plain_ids += ids_of(plain(inputs, keys))
+        outputs.append(speculative(inputs, keys))
+    alone = [ids_of(output)[0] for output in outputs]
+
+    order = np.random.default_rng(settings.seed).permutation(len(sources)).tolist()
+    order.insert(len(order) // 2, None)  # a filler row amid the others
+    inputs = to_inputs([None if line is None else sources[line] for line in order], width(sources))
+    output = speculative(inputs, row_keys(run_key, [0 if line is None else line for line in order]))
+    rows = {line: ids for line, ids in zip(order, ids_of(output), strict=True)}
+    together = [rows[line] for line in range(len(sources))]
+
+    epsilon = EPSILON[pair.dtype]
+    checks, agreements = [], []
+    for name, ids in (('one prompt at a time', alone), (f'uneven batch of {len(order)}', together)):
+        agreements.append(_agreement(pair, sources, plain_ids, ids))
+        checks.append(_identity(f'greedy ids, {name}', ids, agreements[-1], epsilon))
+    checks.append(_greedy_counts([*outputs, output], pair.target))
+    checks.append(_argmax(pair, sources, settings, [alone, together], epsilon))
+    return Greedy(checks, add_stats([one.stats for one in outputs]), agreements[0])
+
+
+def _agreement(pair, sources, plain, speculative) -> dict[str, Any]:
+    """As `pipeline.agreement`, with the near-ties that this dtype makes."""
+    found = [
+        (one, one.gap <= EPSILON[pair.dtype])
+        for one in pipeline.differences(pair.target, sources, plain, speculative)
+    ]
+    ties, faults = ([dataclasses.asdict(one) for one, tie in found if tie == kind] for kind in (True, False))
+    return dict(greedy_match=1 - len(faults) / len(sources), near_ties=ties, mismatches=faults)
+
+
+def _identity(tested: str, ids: list[np.ndarray], agreement: dict[str, Any], epsilon: float) -> Check:
+    faults, ties = len(agreement['mismatches']), len(agreement['near_ties'])
+    return Check(
+        tier='loop',
+        tested=tested,
+        samples=f'{len(ids)} prompts, {sum(map(len, ids))} tokens',
+        found=f'{faults} differ from plain, {ties} at a near-tie',
+        finds=f'a first difference of > {epsilon:g} nats',
+        passed=not faults,
+    )
+
+
+def _greedy_counts(outputs: list[Output], target: Model) -> Check:
+    """Lengths, padding, counts; and a greedy draft passes exactly where min(p, q) is 1."""
+    wrong = sum(int(audit.miscounted(output, target.eos_id, target.pad_id).sum()) for output in outputs)
+    stats = [jax.tree.map(np.asarray, output.stats) for output in outputs]
+    wrong += sum(int((one.accepted != one.overlap).sum()) for one in stats)
+    rows = sum(len(one.rounds) for one in stats)
+    tested = 'greedy: ends at EOS, padding, honest counts'
+    return Check('loop', tested, f'{rows} rows', f'{wrong} wrong', 'any', wrong == 0)
+
+
+def _argmax(pair: Pair, sources, settings, runs: list[list[np.ndarray]], epsilon: float) -> Check:
+    """Each greedy token, re-scored by one-token calls of the target, is its argmax but for rounding."""
+    size = settings.max_new_tokens
+    inputs = to_inputs([*sources, None], width(sources))
+    keys = row_keys(jax.random.key(0), np.arange(len(sources) + 1))
+    cache = audit.plain_start(pair.target, inputs, keys, max_new_tokens=size).target_cache
+    gaps = []
+    for ids in runs:
+        tokens, meant = data.pad_rows(ids, len(ids) + 1, size)
+        gap = audit.rescore(pair.target, cache, jnp.asarray(tokens), sampling=settings.sampling)[2]
+        gaps.append(np.asarray(gap)[meant])
+    gaps = np.concatenate(gaps)
+    beyond, ties = int((~(gaps <= epsilon)).sum()), int(((gaps > 0) & (gaps <= epsilon)).sum())
+    return Check(
+        tier='deployment',
+        tested=f'greedy tokens re-scored one by one, {pair.dtype}',
+        samples=f'{gaps.size} tokens',
+        found=f'{beyond} beyond, {ties} near-ties; largest gap {gaps.max(initial=0):.1g} nats',
+        finds=f'a token > {epsilon:g} nats below the argmax',
+        passed=beyond == 0,
+    )

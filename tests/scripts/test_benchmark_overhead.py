@@ -1,0 +1,168 @@
+"""scripts/benchmark_overhead.py as its user sees it, on a tiny target of random weights, and the parts below it."""
+
+import json
+import pathlib
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from test_generate import LINES, write_tokenizer
+
+from spec_jax import overhead
+from spec_jax.models.t5 import T5, T5Config
+from spec_jax.models.t5_weights import save_t5
+from spec_jax.report import KEYS
+from spec_jax.types import Inputs
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+@pytest.fixture(scope='module')
+def world(tmp_path_factory):
+    root = tmp_path_factory.mktemp('overhead')
+    config = T5Config(
+        vocab_size=20, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1
+    )
+    save_t5(jax.jit(partial(T5.create, config))(jax.random.key(0)), root / 'target')
+    write_tokenizer(root / 'target')
+    (root / 'lines.txt').write_text('\n'.join(LINES) + '\n')
+    return root
+
+
+@pytest.fixture(scope='module')
+def run(world):
+    def run(*command_lines):
+        lines = [
+            [
+                f'--config={ROOT / "configs/demo_ende.py"}',
+                f'--config.target={world / "target"}',
+                f'--config.data.path={world / "lines.txt"}',
+                '--config.max_new_tokens=12',
+                '--config.gamma=2',
+                '--config.repeats=1',
+                *extra,
+            ]
+            for extra in command_lines
+        ]
+        done = subprocess.run(
+            [sys.executable, HERE / 'forked.py', ROOT / 'scripts/benchmark_overhead.py'],
+            input=json.dumps(lines),
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=600,
+            env=dict(
+                PYTHONPATH=str(ROOT),
+                JAX_PLATFORMS='cpu',
+                PATH='/usr/bin:/bin',
+                HF_HUB_OFFLINE='1',
+                HOME=str(world),
+            ),
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_oracles_are_accepted_as_often_as_asked_and_change_no_output(run, world):
+    folder = world / 'done'
+    ((code, out, err),) = run([f'--workdir={folder}', '--config.batch_size=2', '--drafts=prompt_lookup'])
+    assert code == 0, err
+    report = json.loads((folder / 'report.json').read_text())
+    assert list(report)[: len(KEYS)] == list(KEYS)
+    *oracles, real = report['drafts']
+    assert [row['right'] for row in oracles] == list(overhead.RIGHT)
+    assert all(row['greedy_match'] == 1.0 and row['mismatches'] == [] for row in report['drafts'])
+    assert {row['tokens'] for row in report['drafts']} == {report['tokens']}
+    never, always = oracles[0], oracles[-1]
+    assert never['alpha'] == never['acceptance_rate'] == 0 and never['tokens_per_call'] == 1
+    assert always['alpha'] == always['acceptance_rate'] == 1 and always['tokens_per_call'] > 2
+    calls = [row['tokens_per_call'] for row in oracles]
+    assert calls == sorted(calls) and calls[2] < calls[5]
+    assert real['draft'] == 'prompt_lookup' and 1 < real['tokens_per_call'] <= 3
+    for row in report['drafts']:
+        assert row['time_per_token'] * row['speedup'] == pytest.approx(1)
+    assert report['never_right'] == pytest.approx(never['time_per_token'])
+
+    text = (folder / 'report.md').read_text()
+    assert f'{never["time_per_token"]:.2f} times plain decoding per token at gamma = 2' in text
+    assert text.count('\n| oracle, ') == len(overhead.RIGHT) and '| prompt_lookup' in text
+    assert 'time/token, plain = 1' in out and 'A draft that is never right takes' in out
+    assert (folder / 'overhead.png').read_bytes().startswith(b'\x89PNG')
+    assert sorted(path.name for path in folder.iterdir()) == ['overhead.png', 'report.json', 'report.md']
+
+
+BAD = {
+    'sampling': (['--config.temperature=1.0'], 'temperature: expected 0, got 1'),
+    'plain decoding': (['--config.gamma=0'], 'gamma >= 1'),
+    'lenience': (['--config.lenience=0.5'], 'lenience: expected 1, got 0.5'),
+    'no draft among drafts': (['--drafts=none'], "got 'none'"),
+    'unknown draft': (['--drafts=magic'], "got 'magic'"),
+    'missing input': (['--config.data.path={w}/none.txt'], 'none.txt'),
+}
+
+
+def test_bad_input_gets_one_line_and_leaves_nothing(run, world):
+    lines = [
+        [f'--workdir={world}/bad{n}', '--drafts=prompt_lookup', *(arg.format(w=world) for arg in args)]
+        for n, (args, _) in enumerate(BAD.values())
+    ]
+    for n, ((name, (_, message)), (code, _, err)) in enumerate(zip(BAD.items(), run(*lines), strict=True)):
+        shown = err.strip().splitlines()
+        assert code == 1 and len(shown) == 1 and shown[0].startswith('error: '), (name, err)
+        assert message in shown[0], (name, shown)
+        assert not list((world / f'bad{n}').iterdir()), name
+
+
+SOURCES = [np.array(ids, np.int32) for ids in ([5, 6, 1], [5, 6, 7, 1], [8, 1])]
+
+
+def test_an_oracle_is_right_at_the_rate_asked_and_otherwise_wrong_within_the_vocabulary():
+    outputs = [np.random.default_rng(row).integers(0, 7, 900).astype(np.int32) for row in range(3)]
+    right = []
+    for rate in (0.0, 0.3, 0.6, 1.0):
+        oracle = overhead.make_oracle(SOURCES, outputs, rate, vocab_size=7, length=1000)
+        tokens = np.asarray(oracle.script.tokens)
+        assert tokens.shape == (3, 1000) and tokens.min() >= 0 and tokens.max() < 7
+        right.append(tokens[:, :900] == np.stack(outputs))
+        assert right[-1].mean() == pytest.approx(rate, abs=4 * (rate * (1 - rate) / 2700) ** 0.5)
+    for fewer, more in zip(right, right[1:], strict=False):
+        assert (more >= fewer).all()
+
+
+@pytest.mark.parametrize('width', [3, 4, 6])
+def test_an_oracle_knows_a_source_in_any_batch_of_any_width(width):
+    oracle = overhead.make_oracle(SOURCES, [[1], [1], [1]], 1.0, vocab_size=7, length=2)
+    order = [row for row in (2, 1, 0, 2) if len(SOURCES[row]) <= width]
+    tokens = np.stack([np.pad(SOURCES[row], (0, width - len(SOURCES[row]))) for row in order])
+    np.testing.assert_array_equal(oracle.init(Inputs(tokens, tokens > 0), 0), order)
+
+
+def rows(*points):
+    return [dict(right=alpha, alpha=alpha, speedup=speedup) for alpha, speedup in points]
+
+
+@pytest.mark.parametrize(
+    ('points', 'never_right', 'break_even', 'at_gaining'),
+    [
+        ([(0, 0.8), (0.1, 0.9), (0.3, 1.1), (1, 3)], 1.25, 0.2, 1.0),
+        ([(0, 0.5), (0.2, 0.75), (0.4, 1.25), (1, 3)], 2.0, 0.3, 0.75),
+        ([(0, 0.8), (0.1, 1.05), (0.3, 0.95), (0.5, 1.05), (1, 3)], 1.25, 0.4, 1.0),
+        ([(0, 1.25), (1, 2.25)], 0.8, 0.0, 1.45),
+        ([(0, 0.5), (1, 0.9)], 2.0, None, 0.58),
+    ],
+    ids=['between', 'late', 'the last of three crossings', 'always', 'never'],
+)
+def test_conclusions(points, never_right, break_even, at_gaining):
+    real = dict(right=None, alpha=0.01, speedup=7.0)  # no oracle: not looked at
+    found = overhead.conclusions([real, *rows(*points)])
+    assert found == pytest.approx(
+        dict(never_right=never_right, break_even_alpha=break_even, speedup_at_gaining_alpha=at_gaining)
+    )
+    said = overhead.sentences(found, 3)[1]
+    assert ('at no alpha' if break_even is None else f'from alpha = {break_even:.2f} on') in said

@@ -1,0 +1,83 @@
+"""The README's draft of one's own, in a file outside the package: every script takes it."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+from test_generate import LINES, write_tokenizer
+
+from spec_jax import conformance
+from spec_jax.models.t5 import T5, T5Config
+from spec_jax.models.t5_weights import save_t5
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+CODE = next(
+    code
+    for code in re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.DOTALL)
+    if 'class CopySource' in code
+)
+SMALL = {
+    'generate.py': ['--config.compare=True', '--config.repeats=1'],
+    'verify.py': [
+        '--config.verify.greedy_prompts=2',
+        '--config.verify.sampled_prompts=1',
+        '--config.verify.samples=256',
+    ],
+    'measure_alpha.py': ['--config.alpha.batch_size=4'],
+}
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('own')
+    config = T5Config(
+        vocab_size=20, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1
+    )
+    save_t5(T5.create(config, jax.random.key(0)), folder)
+    write_tokenizer(folder)
+    (folder / 'lines.txt').write_text('\n'.join(LINES) + '\n')
+    (folder / 'my_draft.py').write_text(CODE)
+    return folder
+
+
+@pytest.mark.parametrize('script', SMALL)
+def test_a_script_takes_it(script, folder):
+    kind = f'{folder / "my_draft.py"}:copy_source'
+    done = subprocess.run(
+        [
+            sys.executable,
+            ROOT / 'scripts' / script,
+            f'--config={ROOT / "configs/demo_ende.py"}',
+            f'--config.target={folder}',
+            f'--config.data.path={folder / "lines.txt"}',
+            '--config.max_new_tokens=6',
+            '--config.gamma=2',
+            f'--workdir={folder / script}',
+            f'--config.alpha.drafts={kind}'
+            if script == 'measure_alpha.py'
+            else f'--config.draft.kind={kind}',
+            *SMALL[script],
+        ],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=600,
+        env={'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'PATH': '/usr/bin:/bin', 'HF_HUB_OFFLINE': '1'},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((folder / script / 'report.json').read_text())
+    if script == 'generate.py':
+        assert report['greedy_match'] == 1.0
+
+
+@pytest.mark.parametrize('name', conformance.CHECKS)
+def test_it_conforms(name):
+    space = {}
+    exec(CODE, space)  # what the README shows is what is tested
+    result = conformance.CHECKS[name](lambda target: space['CopySource']())
+    assert result.passed, result.detail

@@ -1,0 +1,200 @@
+"""scripts/verify.py on a tiny pair: it passes what is exact, and each planted fault fails the row meant for it."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+from test_generate import WORDS, write_tokenizer
+
+from spec_jax.models.t5 import T5, T5Config
+from spec_jax.models.t5_weights import save_t5
+from spec_jax.report import KEYS
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+RULE = ['--config.verify.greedy_prompts=0', '--config.verify.samples=0']
+GREEDY = ['--config.verify.rule=False', '--config.verify.samples=0']
+SAMPLED = ['--config.verify.rule=False', '--config.verify.greedy_prompts=0']
+
+# For each fault what is run, and a row that must fail.
+CAUGHT = {
+    'epsilon in the residual': (RULE, 'what a round emits; draft that samples'),
+    'accepts at equality': (RULE, 'p = 0 never passes'),
+    'accepts too easily': (RULE, 'what a round emits; draft that samples'),
+    'one number for all tests': (RULE, 'each random number decides one thing'),
+    'bonus from the last residual': (RULE, 'what a round emits; q one-hot'),
+    'stale slot in the target cache': (GREEDY, 'greedy tokens re-scored'),
+    'tokens behind EOS': (SAMPLED, 'ends at EOS'),
+    'q of other logits': (SAMPLED, 'draft tokens against the q'),
+    'q at another temperature': (SAMPLED, 'draft tokens against the q'),
+    'q does not sum to 1': (SAMPLED, 'q sums to 1'),
+    'draft off the cache by one': (SAMPLED, 'alpha where the draft is the target'),
+    'batch minimum': (SAMPLED, 'among other neighbours'),
+    'keys shared between rows': (SAMPLED, 'jointly, speculative against plain'),
+    'counts what was not tested': (SAMPLED, 'counts as traced'),
+}
+
+DRAFT = '''
+import dataclasses
+import flax.struct, jax, jax.numpy as jnp
+from spec_jax.types import Draft
+
+@flax.struct.dataclass
+class Fixed:
+    """Proposes one token, whatever the text says; `outside` makes it none of the vocabulary."""
+    token: jax.Array
+
+    def init(self, inputs, num_slots):
+        return ()
+
+    def propose(self, state, context, keys, gamma, sampling, vocab_size):
+        shape = (context.length.shape[0], gamma)
+        return Draft(jnp.broadcast_to(self.token, shape), None, jnp.full_like(context.length, gamma)), state
+
+    def update(self, state, context, verified, hidden):
+        return state
+
+def fixed(config, target, tokenizer):
+    return Fixed(jnp.int32(5))
+
+def outside(config, target, tokenizer):
+    return Fixed(jnp.int32(99))
+'''
+
+TINY = """
+from configs import demo_ende
+
+def get_config():
+    config = demo_ende.get_config()
+    config.target, config.draft.path, config.data.path = '{w}/target', '{w}/draft', '{w}/lines.txt'
+    config.max_new_tokens, config.gamma = 8, 2
+    config.verify = dict(rule=True, greedy_prompts=4, sampled_prompts=2, samples=768, tokens=6, rows=64)
+    return config
+"""
+
+
+@pytest.fixture(scope='module')
+def world(tmp_path_factory):
+    root = tmp_path_factory.mktemp('verify')
+    config = T5Config(
+        vocab_size=20, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1
+    )
+    for seed, name in enumerate(('target', 'draft')):
+        save_t5(T5.create(config, jax.random.key(seed)), root / name)
+        write_tokenizer(root / name, WORDS)
+    (root / 'lines.txt').write_text('a b c\nd\n\ne f g h i j\nb b b b b b b b\n')
+    (root / 'blank.txt').write_text('\n\n')
+    (root / 'own.py').write_text(DRAFT)
+    (root / 'tiny.py').write_text(TINY.format(w=root))
+    (root / 'other.py').write_text(TINY.format(w=root).replace('config.verify = ', 'del config.verify; '))
+    (root / 'file').write_text('')
+    return root
+
+
+@pytest.fixture(scope='module')
+def run(world):
+    def run(command_lines):
+        lines = [[f'--config={world / "tiny.py"}', *extra] for extra in command_lines]
+        done = subprocess.run(
+            [sys.executable, HERE / 'forked.py', HERE / 'planted.py'],
+            input=json.dumps(lines),
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=900,
+            env={
+                'PYTHONPATH': str(ROOT),
+                'JAX_PLATFORMS': 'cpu',
+                'PATH': '/usr/bin:/bin',
+                'HF_HUB_OFFLINE': '1',
+                # Most of what is compiled is the same from run to run.
+                'JAX_COMPILATION_CACHE_DIR': str(world / 'compiled'),
+                'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+                'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+            },
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def report_of(folder):
+    return json.loads((folder / 'report.json').read_text())
+
+
+def failed(folder):
+    return [check['tested'] for check in report_of(folder)['checks'] if check['passed'] is False]
+
+
+def test_what_is_exact_passes(run, world):
+    ways = {
+        'model': [],
+        'own': [f'--config.draft.kind={world / "own.py"}:fixed', '--config.temperature=0.7', *SAMPLED],
+        'none': ['--config.draft.kind=none'],
+    }
+    results = run([[f'--workdir={world / name}', *extra] for name, extra in ways.items()])
+    for name, (code, out, err) in zip(ways, results, strict=True):
+        assert code == 0, (name, out, err)
+        report = report_of(world / name)
+        assert list(report)[: len(KEYS)] == list(KEYS)
+        assert report['exact'] and not failed(world / name) and 'exact, as far as can be seen' in out
+    checks = report_of(world / 'model')['checks']
+    assert len(checks) == 16 and all(check['passed'] and check['finds'] for check in checks)
+    assert report_of(world / 'model')['greedy_match'] == 1
+    assert 'the loop was not run' in results[2][1] and len(report_of(world / 'none')['checks']) == 4
+    own = {check['tested']: check for check in report_of(world / 'own')['checks']}
+    assert own['draft tokens against the q that the draft reports']['passed'] is None
+
+
+def test_each_planted_fault_is_caught_by_the_row_meant_for_it(run, world):
+    planted = [[f'--workdir={world / name}', f'--fault={name}', *what] for name, (what, _) in CAUGHT.items()]
+    for (name, (_, row)), (code, out, err) in zip(CAUGHT.items(), run(planted), strict=True):
+        assert code == 1, (name, out, err)
+        assert any(row in tested for tested in failed(world / name)), (name, failed(world / name))
+        assert 'NOT EXACT' in out and 'FAIL' in out and not report_of(world / name)['exact'], name
+
+
+def test_lenience_is_shown_to_deviate(run, world):
+    ((code, out, _),) = run([[f'--workdir={world / "lossy"}', '--config.lenience=0.5', *RULE]])
+    assert code == 1 and out.startswith('LOSSY (lenience 0.5)') and 'NOT EXACT' in out
+    assert report_of(world / 'lossy')['lossy'] == 'lenience 0.5'
+    assert any('what a round emits' in tested for tested in failed(world / 'lossy'))
+
+
+BAD = {
+    'no text': (['--config.data.path={w}/blank.txt'], 'expected a line with text in it'),
+    'no file': (['--config.data.path={w}/none.txt'], 'none.txt'),
+    'gamma 0': (['--config.gamma=0'], 'gamma: expected 1 or more to verify a draft, got 0'),
+    'rows': (['--config.verify.rows=1'], 'verify.rows: expected an integer >= 2, got 1'),
+    'few rows': (['--config.verify.sampled_prompts=99'], 'verify.rows: expected at least'),
+    'samples': (['--config.verify.samples=-1'], 'verify.samples: expected an integer >= 0, got -1'),
+    'dtype': (['--config.dtype=float16'], "dtype: expected float32 or bfloat16, got 'float16'"),
+    'nothing': ([*SAMPLED, '--config.verify.samples=0'], 'all of them are left out'),
+    'other config': (['--config={w}/other.py'], 'section `verify`'),
+    'unknown draft': (['--config.draft.kind=magic'], "got 'magic'"),
+    'token outside': (
+        ['--config.draft.kind={w}/own.py:outside', *GREEDY],
+        'expected tokens of the vocabulary',
+    ),
+    'unwritable': (['--workdir={w}/file/inside'], 'file'),
+}
+
+
+def test_bad_input_gets_one_line(run, world):
+    lines = [
+        [f'--workdir={world}/bad{n}', *(arg.format(w=world) for arg in extra)]
+        for n, (extra, _) in enumerate(BAD.values())
+    ]
+    for (name, (_, message)), (code, out, err) in zip(BAD.items(), run(lines), strict=True):
+        shown = [
+            line
+            for line in err.splitlines()
+            if line.strip() and 'it/s' not in line and 's/it' not in line and '0%' not in line
+        ]
+        assert code == 1, (name, out, err)
+        assert len(shown) == 1 and shown[0].startswith('error: '), (name, err)
+        assert message in shown[0], (name, shown)
