@@ -8,8 +8,8 @@ python scripts/train.py --config=configs/train_demo_draft.py --workdir=W/draft $
 python scripts/train.py --config=configs/train_demo_draft.py --workdir=W/draft $D \
     --config.distill_from=W/target/export --config.distill_weight=0.9
 
-The first 8,000 steps learn the words that the target chose, at a high rate; the rest learns, while the rate falls, the
-probabilities that it gave to all words. A step of the second kind takes twice as long, for the target's forward pass.
+The first 8,000 steps learn the words that the target chose, at a high rate; the rest learns, while the rate
+falls, the probabilities that it gave to all words, and takes twice as long a step for the target's forward pass.
 """
 
 from ml_collections import ConfigDict

@@ -182,8 +182,6 @@ def measure(
         figures = pipeline.comparison_figures(pair, times, settings)
         figures |= pipeline.agreement(target, sources, results['plain'].ids, results[name].ids)
         figures |= dict(time_per_token=1 / figures['speedup'])
-        if figures['alpha'] is None:  # never a guess
-            figures['predicted_speedup'] = None
         rows.append(dict(draft=name, right=rates.get(name)) | figures)
     return rows
 

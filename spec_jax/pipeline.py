@@ -344,7 +344,8 @@ def comparison_figures(
         count / (result.seconds + result.prefill_seconds)
         for count, result in zip(tokens, (plain, speculative), strict=True)
     ]
-    alpha = figures['alpha']
+    alpha = figures['alpha']  # None where no draft was tested
+    predicted = None if alpha is None else float(analysis.walltime_improvement(alpha, settings.gamma, c))
     return figures | dict(
         c=c,
         cost_of_rows=cost,
@@ -352,7 +353,7 @@ def comparison_figures(
         tokens_per_s=rates[1],
         speedup=rates[1] / rates[0],
         speedup_with_prefill=whole[1] / whole[0],
-        predicted_speedup=float(analysis.walltime_improvement(alpha, settings.gamma, c)),
+        predicted_speedup=predicted,
         attainable_speedup=float(
             analysis.attainable_speedup(figures['tokens_per_call'], settings.gamma, c, cost)
         ),

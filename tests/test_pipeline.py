@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from spec_jax import analysis, pipeline
-from spec_jax.data import Example
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.models.t5 import T5, T5Config
 from spec_jax.sampling import GREEDY, SamplingConfig
@@ -106,12 +105,6 @@ def test_an_output_that_ends_early_is_a_mismatch(pair, sources):
     shorter = [ids[:-1] if line == 0 else ids for line, ids in enumerate(plain)]
     (fault,) = pipeline.agreement(target, sources, plain, shorter)['mismatches']
     assert fault['speculative'] == -1 and fault['gap'] == float('inf')
-
-
-def test_bleu_counts_lines_with_a_reference():
-    examples = [Example('a', 'das ist ein kleiner Test'), Example('b', None)]
-    assert pipeline.bleu(['das ist ein kleiner Test', 'anything'], examples) == pytest.approx(100)
-    assert pipeline.bleu(['x'], [Example('a', None)]) is None
 
 
 def test_ids_without_a_piece_are_kept_out(pair):

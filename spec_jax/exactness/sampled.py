@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -24,6 +25,7 @@ from spec_jax.types import Failure, Inputs, Output, SpecState, Stats
 
 _SAME_MODEL = {'float32': 0.999, 'bfloat16': 0.9}  # least alpha of a draft that is the target
 _SAME_ROWS = 16
+_ALONE = 6  # rows
 _SHIFT = 'probability moved:'
 _SUM_TOLERANCE = 1e-3  # the loop's own
 _FLIPS = 0.05  # of the rows may differ, where rounding depends on the place in the batch
@@ -229,7 +231,7 @@ def _sound(batches: list[_Batch]) -> Check:
 
 
 def _independent(sampler: _Sampler, batch: _Batch) -> Check:
-    """Every second row of a batch again, in reverse order and with the others finished from the start."""
+    """Rows of a batch again: every second one, in reverse order, the others finished from the start; some alone."""
     size = len(sampler.inputs.tokens)
     order, kept = np.arange(size)[::-1], np.arange(0, size, 2)
     inputs = jax.tree.map(lambda x: x[order], sampler.inputs)
@@ -237,22 +239,27 @@ def _independent(sampler: _Sampler, batch: _Batch) -> Check:
     limits = dict(gamma=sampler.settings.gamma, max_new_tokens=sampler.settings.max_new_tokens)
     state = audit.start(sampler.target, sampler.drafter, inputs, sampler.keys(0)[order], **limits)
     output, _ = sampler.decode(sampler.drafter, state, limits['max_new_tokens'])
-    differ = np.zeros(size, bool)
-    for ours, theirs in (
-        (batch.output.tokens, output.tokens),
-        (batch.output.stats.histogram, output.stats.histogram),
-    ):
-        differ |= (np.asarray(ours) != np.asarray(theirs)[order]).any(1)
-    differ = int(differ[kept].sum())
-    allowed = int(_FLIPS * len(kept))
+    differ = int(_unlike(batch.output, jax.tree.map(lambda x: x[order], output))[kept].sum())
+    alone = np.arange(min(_ALONE, size))
+    for row in alone:
+        state = sampler.state.replace(keys=sampler.keys(0), done=jnp.arange(size) != row)
+        output, _ = sampler.decode(sampler.drafter, state, limits['max_new_tokens'])
+        differ += int(_unlike(batch.output, output)[row])
+    allowed = int(_FLIPS * (len(kept) + len(alone)))
     return Check(
         tier='loop',
-        tested="a row's text and acceptances, among other neighbours",
-        samples=f'{len(kept)} rows',
+        tested="a row's text and acceptances, alone and among other neighbours",
+        samples=f'{len(kept)} rows, {len(alone)} alone',
         found=f'{differ} differ',
         finds=f'more than {allowed} of them' if allowed else 'any',
         passed=differ <= allowed,
     )
+
+
+def _unlike(ours: Output, theirs: Output) -> np.ndarray:
+    """[B] bool, rows whose tokens or accepted lengths differ."""
+    differ = np.asarray(ours.tokens != theirs.tokens).any(1)
+    return differ | np.asarray(ours.stats.histogram != theirs.stats.histogram).any(1)
 
 
 def _honest(batches: list[_Batch], target: Model) -> Check:

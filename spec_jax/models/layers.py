@@ -68,7 +68,8 @@ class RMSNorm(nnx.Module):
 def _by_head(x: Array, weight: Array) -> Array:
     """x [B, T, D] by weight [D, H, K] -> [B, H, T, K].
 
-    The small result is transposed: asked for 'bhtk' at once, XLA's CPU backend transposes the weight, at every call.
+    The small result is transposed: asked for 'bhtk' at once, XLA's CPU backend transposes the weight, in every
+    call of the decoding loop.
     """
     return einsum('btd,dhk->bthk', x, weight).swapaxes(1, 2)
 

@@ -32,7 +32,7 @@ CAUGHT = {
     'q at another temperature': (SAMPLED, 'draft tokens against the q'),
     'q does not sum to 1': (SAMPLED, 'q sums to 1'),
     'draft off the cache by one': (SAMPLED, 'alpha where the draft is the target'),
-    'batch minimum': (SAMPLED, 'among other neighbours'),
+    'batch minimum': (SAMPLED, 'alone and among other neighbours'),
     'keys shared between rows': (SAMPLED, 'jointly, speculative against plain'),
     'counts what was not tested': (SAMPLED, 'counts as traced'),
 }
