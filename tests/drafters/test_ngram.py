@@ -142,6 +142,14 @@ def test_the_best_token_is_the_argmax_of_q_and_of_equals_the_smallest(order):
     np.testing.assert_array_equal(on_device, best)
 
 
+def test_of_equally_probable_tokens_the_smallest_id_is_the_best():
+    """2 and EOS among the unigrams, 3 and 4 behind 2: each pair of equals."""
+    drafter = ngram.make_drafter(count_ngrams([[2, 4, EOS], [2, 3, EOS]], 2, 5, (1, 1), 9))
+    q = drafter.prob_of(np.repeat([[1], [2]], 5, axis=0), np.tile(np.arange(5), 2)).reshape(2, 5)
+    assert q[0, EOS] == q[0, 2] == q[0].max() and q[1, 3] == q[1, 4] == q[1].max()
+    assert drafter.best_after(np.array([[1], [2]])).tolist() == [EOS, 3]
+
+
 def test_the_best_token_may_be_one_that_was_never_seen_behind_the_context():
     """3 comes once behind 4, and 2 nearly everywhere else: 1 / 2 of q(2) is above 1 / 2 + 1 / 2 q(3) only when
     the share of 3 is small, as where it was pruned."""
