@@ -3,8 +3,8 @@
     python scripts/benchmark_overhead.py --config=configs/demo_ende.py --workdir=W
 
 Decodes greedily by turns: plainly, with an oracle that is right at a given rate, and with drafts that cost little:
-those of --drafts, each a kind of config.draft or FILE.py:NAME. Takes the first 30 lines unless data.limit says
-otherwise, and leaves W/report.json, W/report.md and W/overhead.png.
+those of --drafts, each a kind of config.draft, KIND=PATH or FILE.py:NAME. Takes the first 30 lines unless
+data.limit says otherwise, and leaves W/report.json, W/report.md and W/overhead.png.
 """
 
 import pathlib
@@ -13,13 +13,10 @@ from functools import partial
 
 import jax
 from absl import flags
-from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from spec_jax import acceptance, cli, data, overhead, pipeline, report
-from spec_jax.drafters.build import build_drafter
-from spec_jax.models.t5_weights import load_t5
-from spec_jax.tokenizers import load_tokenizer
+from spec_jax import cli, overhead, pipeline, report
+from spec_jax.drafters.build import build_named
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string(
@@ -35,28 +32,19 @@ def main(_):
     config, workdir, start = _CONFIG.value, report.make_workdir(_WORKDIR.value), time.perf_counter()
     settings = pipeline.settings_from(config)
     overhead.check(settings)
-    examples = data.read_examples(config.data.path, config.data.format or None)
-    examples = examples[: config.data.limit or _LINES]
-    tokenizer = load_tokenizer(config.target)
-    target = load_t5(config.target, config.dtype)
-    drafters = {entry: _build(entry, config, target, tokenizer) for entry in _entries(config)}
-    settings = pipeline.fit_to_vocabulary(settings, target, tokenizer)
-    sources, num_truncated = data.encode_sources(
-        tokenizer,
-        [example.source for example in examples],
-        prefix=config.data.prefix,
-        max_source_length=config.max_source_length,
-        on_long=config.on_long,
-    )
-    settings = acceptance.one_width(settings, sources)
-    print(f'{len(sources)} lines, {len(drafters)} drafts; compiling takes a minute or two', flush=True)
+    job = pipeline.load(config, settings, default_limit=_LINES)
+    drafters = {entry: _build(entry, config, job) for entry in _entries(config)}
+    settings = pipeline.one_width(job.settings, job.sources)
+    print(f'{len(job.sources)} lines, {len(drafters)} drafts; compiling takes a minute or two', flush=True)
     progress = partial(tqdm, unit='batch', dynamic_ncols=True, desc='measuring')
-    rows = overhead.measure(target, drafters, sources, settings, repeats=config.repeats, progress=progress)
+    rows = overhead.measure(
+        job.target, drafters, job.sources, settings, repeats=config.repeats, progress=progress
+    )
 
     device = jax.devices()[0]
     facts = {
         'target': config.target,
-        'data': f'{config.data.path}, {len(sources)} lines, {num_truncated} of them cut to '
+        'data': f'{config.data.path}, {len(job.sources)} lines, {job.num_truncated} of them cut to '
         f'{config.max_source_length} tokens; {rows[0]["tokens"]} tokens of output',
         'gamma': f'{settings.gamma}, batch size {settings.batch_size}, {config.repeats} runs of each batch',
         'device': f'{device.platform}: {device.device_kind}, {config.dtype}',
@@ -88,9 +76,8 @@ def _entries(config):
     return ['prompt_lookup', 'unigram', 'bigram'] if counted else ['prompt_lookup']
 
 
-def _build(entry, config, target, tokenizer):
-    draft = ConfigDict(config.draft.to_dict() | dict(kind=entry))
-    if (drafter := build_drafter(draft, target, tokenizer, config.dtype)) is None:
+def _build(entry, config, job):
+    if (drafter := build_named(entry, config.draft, job.target, job.tokenizer, config.dtype)) is None:
         raise ValueError(f'--drafts: expected drafts, separated by commas; got {entry!r}, which is none')
     return drafter
 

@@ -13,11 +13,9 @@ from functools import partial
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax import analysis, cli, data, metrics, pipeline, report
+from spec_jax import analysis, cli, metrics, pipeline, report
 from spec_jax.drafters.build import build_drafter
 from spec_jax.journal import Journal
-from spec_jax.models.t5_weights import load_t5
-from spec_jax.tokenizers import load_tokenizer
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for output.txt and report.json.', required=True)
@@ -27,35 +25,24 @@ _progress = partial(tqdm, unit='batch', dynamic_ncols=True)
 
 def main(_):
     config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
-    settings = pipeline.settings_from(config)
-    examples = data.read_examples(config.data.path, config.data.format or None)
-    examples = examples[: config.data.limit or None]
-    tokenizer = load_tokenizer(config.target)
-    target = load_t5(config.target, config.dtype)
-    drafter = build_drafter(config.draft, target, tokenizer, config.dtype)
-    settings = pipeline.fit_to_vocabulary(settings, target, tokenizer)
-    sources, num_truncated = data.encode_sources(
-        tokenizer,
-        [example.source for example in examples],
-        prefix=config.data.prefix,
-        max_source_length=config.max_source_length,
-        on_long=config.on_long,
-    )
-    if num_truncated:
-        print(f'{num_truncated} of {len(sources)} sources cut to {config.max_source_length} tokens')
+    job = pipeline.load(config, pipeline.settings_from(config))
+    settings = job.settings
+    drafter = build_drafter(config.draft, job.target, job.tokenizer, config.dtype)
+    if cut := job.truncation():
+        print(cut)
 
     run = _compare if config.compare else partial(_decode, unfinished=workdir / 'unfinished.jsonl')
-    outputs, figures = run(target, drafter, sources, settings, config)
-    texts = {name: tokenizer.batch_decode(ids, skip_special_tokens=True) for name, ids in outputs.items()}
+    outputs, figures = run(job.target, drafter, job.sources, settings, config)
+    texts = {name: job.tokenizer.batch_decode(ids, skip_special_tokens=True) for name, ids in outputs.items()}
     final = texts['speculative' if settings.gamma else 'plain']
-    figures |= dict(lines=len(final), truncated=num_truncated, bleu=metrics.bleu(final, examples))
+    figures |= dict(lines=len(final), truncated=job.num_truncated, bleu=metrics.bleu(final, job.examples))
     if settings.lenience < 1:
         figures['lossy'] = f'lenience {settings.lenience:g}'
     output = workdir / ('output.LOSSY.txt' if settings.lenience < 1 else 'output.txt')
     report.write_text(output, ''.join(f'{text}\n' for text in final))
     figures = report.write_report(workdir, figures, config)
     (workdir / 'unfinished.jsonl').unlink(missing_ok=True)
-    _show(examples, texts, figures)
+    _show(job.examples, texts, figures)
     print(f'\nall {len(final)} lines: {output}   figures: {workdir / "report.json"}')
 
 

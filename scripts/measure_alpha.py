@@ -16,54 +16,43 @@ from functools import partial
 
 import jax
 from absl import flags
-from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from spec_jax import acceptance, acceptance_report, cli, data, pipeline, report
-from spec_jax.drafters.build import build_drafter
+from spec_jax import acceptance, acceptance_report, cli, pipeline, report
+from spec_jax.drafters.build import build_named
 from spec_jax.journal import Journal
-from spec_jax.models.t5_weights import load_t5
 from spec_jax.sampling import SamplingConfig
-from spec_jax.tokenizers import load_tokenizer
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string(
     'workdir', None, 'Folder for the report, its table and its plot.', required=True
 )
 
-# The key of config.draft that PATH stands for in KIND=PATH.
-_FILES = dict(model='path', unigram='counts', bigram='counts', ngram='counts')
-
 
 def main(_):
     config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
     entries, temperatures = _entries(config), _temperatures(config)
-    settings = _settings(config)
-    examples = data.read_examples(config.data.path, config.data.format or None)
-    examples = examples[: config.data.limit or None]
-    tokenizer = load_tokenizer(config.target)
-    target = load_t5(config.target, config.dtype)
-    drafters = {entry: _build(entry, config, target, tokenizer) for entry in entries}
-    settings = pipeline.fit_to_vocabulary(settings, target, tokenizer)
-    sources, num_truncated = data.encode_sources(
-        tokenizer,
-        [example.source for example in examples],
-        prefix=config.data.prefix,
-        max_source_length=config.max_source_length,
-        on_long=config.on_long,
-    )
-    if num_truncated:
-        print(f'{num_truncated} of {len(sources)} sources cut to {config.max_source_length} tokens')
-    settings = acceptance.one_width(settings, sources)
+    job = pipeline.load(config, _settings(config))
+    drafters = {
+        entry: build_named(entry, config.draft, job.target, job.tokenizer, config.dtype) for entry in entries
+    }
+    if cut := job.truncation():
+        print(cut)
+    settings = pipeline.one_width(job.settings, job.sources)
 
     start = time.perf_counter()
     rows = []
     for temperature in temperatures:
         sampling = dataclasses.replace(settings.sampling, temperature=temperature)
         rows += _measure(
-            target, drafters, sources, dataclasses.replace(settings, sampling=sampling), config, workdir
+            job.target,
+            drafters,
+            job.sources,
+            dataclasses.replace(settings, sampling=sampling),
+            config,
+            workdir,
         )
-    facts = _facts(config, rows, len(sources), num_truncated, time.perf_counter() - start)
+    facts = _facts(config, rows, len(job.sources), job.num_truncated, time.perf_counter() - start)
     _write(workdir, rows, facts, config)
     print(
         f'\ntables: {workdir / "report.md"}   figures: {workdir / "report.json"}   plot: {workdir / "alpha.png"}'
@@ -186,18 +175,6 @@ def _temperatures(config):
             f'alpha.temperatures: expected numbers, separated by commas; got {config.alpha.temperatures!r}'
         ) from error
     return [SamplingConfig(temperature).temperature for temperature in dict.fromkeys(found)]
-
-
-def _build(entry, config, target, tokenizer):
-    kind, given, path = entry.partition('=')
-    draft = config.draft.to_dict() | dict(kind=kind)
-    if given:
-        if kind not in _FILES:
-            raise ValueError(
-                f'alpha.drafts: expected =PATH behind one of {", ".join(_FILES)}; got {entry!r}: leave it out'
-            )
-        draft[_FILES[kind]] = path
-    return build_drafter(ConfigDict(draft), target, tokenizer, config.dtype)
 
 
 def _crc(entry):

@@ -16,15 +16,13 @@ from absl import flags
 from tabulate import tabulate
 from tqdm import tqdm
 
-from spec_jax import analysis, cli, data, pipeline, report
+from spec_jax import analysis, cli, pipeline, report
 from spec_jax.drafters.build import build_drafter
 from spec_jax.exactness.checks import EPSILON, Pair, choose
 from spec_jax.exactness.greedy import greedy
 from spec_jax.exactness.rule import closed_form
 from spec_jax.exactness.sampled import Size, sampled
 from spec_jax.exactness.statistics import FAILS_BELOW, POWER
-from spec_jax.models.t5_weights import load_t5
-from spec_jax.tokenizers import load_tokenizer
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for report.json.', required=True)
@@ -33,24 +31,14 @@ _progress = partial(tqdm, dynamic_ncols=True)
 
 def main(_):
     config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
-    settings = _settings(config)
-    examples = data.read_examples(config.data.path, config.data.format or None)
-    tokenizer = load_tokenizer(config.target)
-    target = load_t5(config.target, config.dtype)
-    drafter = build_drafter(config.draft, target, tokenizer, config.dtype)
-    settings = pipeline.fit_to_vocabulary(settings, target, tokenizer)
-    sources, _ = data.encode_sources(
-        tokenizer,
-        [example.source for example in examples[: config.data.limit or None]],
-        prefix=config.data.prefix,
-        max_source_length=config.max_source_length,
-        on_long=config.on_long,
-    )
-    prompts = [choose(sources, config.verify[name]) for name in ('greedy_prompts', 'sampled_prompts')]
+    job = pipeline.load(config, _settings(config))
+    settings = job.settings
+    drafter = build_drafter(config.draft, job.target, job.tokenizer, config.dtype)
+    prompts = [choose(job.sources, config.verify[name]) for name in ('greedy_prompts', 'sampled_prompts')]
     begin = time.perf_counter()
     checks, figures = closed_form(settings.lenience, _progress) if config.verify.rule else [], {}
     if drafter is not None:
-        pair = Pair(target, drafter, settings, config.dtype)
+        pair = Pair(job.target, drafter, settings, config.dtype)
         more, figures = _loop(pair, *prompts, config)
         checks += more
     figures |= dict(

@@ -19,7 +19,6 @@ Axes: B rows, N places of a text, Z leniences, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -30,15 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from spec_jax import analysis, pipeline
+from spec_jax import analysis, pipeline, verification
 from spec_jax import cache as kv
-from spec_jax.decoding import _check_draft, _failures, _raise_on_failure, cond_fn, prefill
+from spec_jax.decoding import check_draft, cond_fn, failures, prefill, raise_on_failure
 from spec_jax.drafters.base import Drafter
 from spec_jax.journal import Journal
-from spec_jax.models.base import Model
+from spec_jax.models.base import Model, read_block
 from spec_jax.sampling import SamplingConfig, logits_to_probs, split_rows
 from spec_jax.types import Context, Draft, Inputs, SpecState, Verification
-from spec_jax.verification import acceptance_probability, at_token, lenient_bound
+from spec_jax.verification import lenient_bound
 
 LENIENCES = (1.0, 0.5, 0.3, 0.1)  # Table 5; 1 is exact, the others are LOSSY
 GAMMAS = (3, 5, 7)  # of Table 2
@@ -103,7 +102,7 @@ def measure(
         if not 0 < lenience <= 1:
             raise ValueError(f'leniences: expected numbers in (0, 1], got {lenience}; 1 is exact')
     how = dict(sampling=sampling, leniences=tuple(leniences))
-    return _raise_on_failure(_measure(target, drafter, inputs, texts, length, keys, **how))
+    return raise_on_failure(_measure(target, drafter, inputs, texts, length, keys, **how))
 
 
 @partial(jax.jit, static_argnames=('sampling', 'leniences'))
@@ -128,18 +127,16 @@ def _step(target, drafter, state, sums, own, length, sampling, leniences) -> tup
     draft, draft_state = drafter.propose(
         state.draft_state, context, split_rows(keys, 2)[0], 1, sampling, target.vocab_size
     )
-    _check_draft(draft, own.shape[0], 1, target.vocab_size)
+    check_draft(draft, own.shape[0], 1, target.vocab_size)
 
-    newest = context.length[:, None] - 1
-    block = jnp.concatenate([jnp.take_along_axis(context.tokens, newest, axis=1), draft.tokens], axis=1)
-    hidden, target_cache = target.decode(block, newest + jnp.arange(2), state.target_cache)
+    hidden, target_cache = read_block(target, state.target_cache, context, draft.tokens)
     logits = target.logits(hidden)
     p = logits_to_probs(logits, sampling)  # [B, 2, V]
 
-    failed = jnp.where(state.done, 0, _failures(p, draft))
+    failed = jnp.where(state.done, 0, failures(p, draft))
     active = ~state.done & (failed == 0)
     proposed = active & (draft.length > 0)
-    overlap = _overlap(p[:, 0], logits[:, 0], draft, sampling, leniences)
+    overlap = _overlaps(p[:, :1], logits[:, :1], draft, sampling, leniences)
     sums = Overlaps(
         tokens=sums.tokens + active,
         proposed=sums.proposed + proposed,
@@ -159,25 +156,13 @@ def _step(target, drafter, state, sums, own, length, sampling, leniences) -> tup
     return state, sums
 
 
-def _overlap(p: Array, logits: Array, draft: Draft, sampling: SamplingConfig, leniences) -> Array:
-    """sum min(p / l, q) [B, Z] of p [B, V] with a draft of one token (Theorem 3.5; appendix A.5)."""
-    columns = []
-    for lenience in leniences:
-        bound = p if lenience == 1 else lenient_bound(p, logits, sampling, lenience)
-        if draft.probs is None:
-            columns.append(jnp.minimum(at_token(bound, draft.tokens[:, 0]), 1.0))
-        else:
-            columns.append(acceptance_probability(bound, draft.probs[:, 0]))
-    return jnp.stack(columns, axis=1)
+def _overlaps(p: Array, logits: Array, draft: Draft, sampling: SamplingConfig, leniences) -> Array:
+    """sum min(p / l, q) [B, Z] of p [B, 1, V] with a draft of one token (appendix A.5)."""
+    bounds = [p if one == 1 else lenient_bound(p, logits, sampling, one) for one in leniences]
+    return jnp.concatenate([verification.overlap(bound, draft) for bound in bounds], axis=1)
 
 
 # --- files of texts -----------------------------------------------------------------------------------------
-
-
-def one_width(settings: pipeline.Settings, sources: Sequence[np.ndarray]) -> pipeline.Settings:
-    """Pads all batches alike, to the longest source: one compilation a program outweighs the padding here."""
-    longest = max([16, *map(len, sources)])
-    return dataclasses.replace(settings, max_source_length=longest, narrowest=longest)
 
 
 def target_texts(

@@ -28,10 +28,10 @@ from jax import Array, lax
 
 from spec_jax import cache as kv
 from spec_jax.drafters.base import Drafter
-from spec_jax.models.base import Model, last_tokens, read_window
+from spec_jax.models.base import Model, last_tokens, read_block, read_window
 from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys, sample, split_rows
 from spec_jax.types import Context, Draft, Failure, Inputs, Output, SpecState, Stats
-from spec_jax.verification import acceptance_probability, at_token, lenient_bound, verify_chain
+from spec_jax.verification import lenient_bound, overlap, verify_chain
 
 MAX_GAMMA = 16
 _SUM_TOLERANCE = 1e-3  # of a draft's probabilities: far above rounding, far below what a pass would hide
@@ -75,7 +75,7 @@ def generate(
         return plain_generate(target, inputs, key, max_new_tokens=max_new_tokens, sampling=sampling)
     keys = _check(inputs, key, max_new_tokens)
     how = dict(gamma=gamma, max_new_tokens=max_new_tokens, sampling=sampling, lenience=lenience)
-    return _raise_on_failure(_generate(target, drafter, inputs, keys, **how))
+    return raise_on_failure(_generate(target, drafter, inputs, keys, **how))
 
 
 def plain_generate(
@@ -83,7 +83,7 @@ def plain_generate(
 ) -> Output:
     """Decodes a batch one token a call. Arguments, errors and result as of `generate`."""
     keys = _check(inputs, key, max_new_tokens)
-    return _raise_on_failure(
+    return raise_on_failure(
         _plain_generate(target, inputs, keys, max_new_tokens=max_new_tokens, sampling=sampling)
     )
 
@@ -140,18 +140,15 @@ def speculative_step(
         draft, draft_state = drafter.propose(
             state.draft_state, context, draft_keys, gamma, sampling, target.vocab_size
         )
-        _check_draft(draft, state.done.shape[0], gamma, target.vocab_size)
+        check_draft(draft, state.done.shape[0], gamma, target.vocab_size)
     with jax.named_scope('target'):
-        newest = context.length[:, None] - 1
-        block = jnp.concatenate([jnp.take_along_axis(context.tokens, newest, axis=1), draft.tokens], axis=1)
-        positions = newest + jnp.arange(gamma + 1)
-        hidden, target_cache = target.decode(block, positions, state.target_cache)
+        hidden, target_cache = read_block(target, state.target_cache, context, draft.tokens)
         logits = target.logits(hidden)
         p = logits_to_probs(logits, sampling)  # [B, G + 1, V]
     with jax.named_scope('verify'):
         bound = p if lenience == 1 else lenient_bound(p, logits, sampling, lenience)
         verified = verify_chain(p, draft, verify_keys, bound)
-        failed = jnp.where(state.done, 0, _failures(p, draft))
+        failed = jnp.where(state.done, 0, failures(p, draft))
         room = max_new_tokens + 1 - context.length
         emitted, ended = _emit(verified.tokens, verified.num_accepted + 1, room, target.eos_id)
         emitted = jnp.where(state.done | (failed > 0), 0, emitted)
@@ -243,7 +240,7 @@ def _emit(tokens: Array, count: Array, room: Array, eos_id: int) -> tuple[Array,
     return emitted, (first_eos < emitted) | (emitted == room)
 
 
-def _failures(p: Array, draft: Draft) -> Array:
+def failures(p: Array, draft: Draft) -> Array:
     """[B] int32, bits of `Failure`."""
     meant = jnp.arange(draft.tokens.shape[1]) < draft.length[:, None]
     outside = (draft.tokens < 0) | (draft.tokens >= p.shape[-1])
@@ -262,10 +259,6 @@ def _count(stats: Stats, bound: Array, draft: Draft, num_accepted: Array, emitte
     active = emitted > 0
     tested = jnp.minimum(emitted, draft.length)
     accepted = jnp.minimum(emitted, num_accepted)
-    if draft.probs is None:
-        overlap = jnp.minimum(at_token(bound[:, :-1], draft.tokens), 1.0)
-    else:
-        overlap = acceptance_probability(bound[:, :-1], draft.probs)
     counted = jnp.arange(draft.tokens.shape[1]) < tested[:, None]
     bins = jnp.arange(stats.histogram.shape[1]) == accepted[:, None]
     return Stats(
@@ -273,7 +266,7 @@ def _count(stats: Stats, bound: Array, draft: Draft, num_accepted: Array, emitte
         tested=stats.tested + tested,
         accepted=stats.accepted + accepted,
         histogram=stats.histogram + (bins & active[:, None]),
-        overlap=stats.overlap + jnp.where(counted, overlap, 0.0).sum(-1),
+        overlap=stats.overlap + jnp.where(counted, overlap(bound[:, :-1], draft), 0.0).sum(-1),
         emitted=stats.emitted + emitted,
     )
 
@@ -311,7 +304,7 @@ def _check(inputs: Inputs, key: Array, max_new_tokens: int) -> Array:
     return key
 
 
-def _check_draft(draft: Draft, batch: int, gamma: int, vocab_size: int) -> None:
+def check_draft(draft: Draft, batch: int, gamma: int, vocab_size: int) -> None:
     """Raises ValueError, as the loop is traced, for a draft of wrong shapes or kinds of numbers."""
     expected = dict(tokens=(jnp.integer, (batch, gamma)), length=(jnp.integer, (batch,)))
     if draft.probs is not None:
@@ -335,7 +328,8 @@ _FAILURES = {
 }
 
 
-def _raise_on_failure(output: Output) -> Output:
+def raise_on_failure(output):
+    """Gives back what has a `failed` [B] of 0 in every row, such as an `Output`; else raises FloatingPointError."""
     failed = np.asarray(output.failed)
     for kind, message in _FAILURES.items():
         rows = np.flatnonzero(failed & kind.value)

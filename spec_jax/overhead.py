@@ -242,13 +242,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def sentences(found: dict[str, float | None], gamma: int) -> list[str]:
-    """`conclusions` in words, each beside what is asked for."""
+    """`conclusions` in words, each beside what is aimed at."""
     crossing, slowest = found['break_even_alpha'], found['never_right']
     gains = 'at no alpha' if crossing is None else f'from alpha = {crossing:.2f} on'
     return [
         f'A draft that is never right takes {slowest:.2f} times plain decoding per token at gamma = {gamma} '
-        f'(asked for at gamma = 3: at most {NEVER_RIGHT_LIMIT}).',
-        f'A draft that costs nothing is faster than plain decoding {gains} (asked for: from {GAINING_ALPHA}); at '
+        f'(the aim at gamma = 3: at most {NEVER_RIGHT_LIMIT}).',
+        f'A draft that costs nothing is faster than plain decoding {gains} (the aim: from {GAINING_ALPHA}); at '
         f'alpha = {GAINING_ALPHA} it is {found["speedup_at_gaining_alpha"]:.2f} times as fast.',
     ]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -21,7 +21,9 @@ from spec_jax.decoding import MAX_GAMMA, generate, plain_generate
 from spec_jax.drafters.base import Drafter
 from spec_jax.journal import Journal
 from spec_jax.models.base import Model
+from spec_jax.models.t5_weights import load_t5
 from spec_jax.sampling import SamplingConfig, row_keys
+from spec_jax.tokenizers import load_tokenizer
 from spec_jax.types import Inputs, Output, Stats
 
 NEAR_TIE = 1e-5  # nats
@@ -91,6 +93,66 @@ def fit_to_vocabulary(settings: Settings, target: Model, tokenizer) -> Settings:
         )
     sampling = dataclasses.replace(settings.sampling, vocab_limit=len(tokenizer))
     return dataclasses.replace(settings, sampling=sampling)
+
+
+def one_width(settings: Settings, sources: Sequence[np.ndarray]) -> Settings:
+    """Pads all batches alike, to the longest source: where one compilation a program outweighs the padding."""
+    longest = max([settings.narrowest, *map(len, sources)])
+    return dataclasses.replace(settings, max_source_length=longest, narrowest=longest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a config names, loaded.
+
+    Attributes:
+      examples: lines of the data.
+      sources: int32 [S] each, the same lines encoded.
+      num_truncated: how many of them were cut.
+      tokenizer: the target's.
+      target: the model.
+      settings: those asked for, fitted to the vocabulary.
+    """
+
+    examples: list[data.Example]
+    sources: list[np.ndarray]
+    num_truncated: int
+    tokenizer: Any
+    target: Model
+    settings: Settings
+
+    def truncation(self) -> str:
+        """How many sources were cut, in words; empty for none."""
+        if not self.num_truncated:
+            return ''
+        longest = self.settings.max_source_length
+        return f'{self.num_truncated} of {len(self.sources)} sources cut to {longest} tokens'
+
+
+def load(config: ConfigDict, settings: Settings, default_limit: int | None = None) -> Job:
+    """Reads the data, the target and its tokenizer.
+
+    Args:
+      config: with `target`, `dtype`, `data`, `max_source_length` and `on_long`.
+      settings: of `settings_from`.
+      default_limit: how many lines to take where `data.limit` is 0; None for all.
+
+    Raises:
+      FileNotFoundError, ValueError: a file or a model is missing, damaged or unfit.
+    """
+    examples = data.read_examples(config.data.path, config.data.format or None)
+    examples = examples[: config.data.limit or default_limit]
+    tokenizer = load_tokenizer(config.target)
+    target = load_t5(config.target, config.dtype)
+    sources, num_truncated = data.encode_sources(
+        tokenizer,
+        [example.source for example in examples],
+        prefix=config.data.prefix,
+        max_source_length=config.max_source_length,
+        on_long=config.on_long,
+    )
+    settings = fit_to_vocabulary(settings, target, tokenizer)
+    return Job(examples, sources, num_truncated, tokenizer, target, settings)
 
 
 @dataclasses.dataclass
@@ -179,8 +241,13 @@ def decode_lines(
 
 def ids_by_line(batch: data.Batch, output: Output) -> dict[int, np.ndarray]:
     """The ids of each line of a batch, EOS included, in the order of its rows; those of fillers are left out."""
+    return {int(line): ids for line, ids in zip(batch.rows, row_ids(output), strict=True) if line >= 0}
+
+
+def row_ids(output: Output) -> list[np.ndarray]:
+    """The ids of each row, EOS included."""
     tokens, length = np.asarray(output.tokens), np.asarray(output.length)
-    return {int(line): tokens[row, : length[row]] for row, line in enumerate(batch.rows) if line >= 0}
+    return [row[:end] for row, end in zip(tokens, length, strict=True)]
 
 
 def _counts(output: Output) -> Iterator[dict[str, Any]]:
@@ -285,18 +352,22 @@ def differences(
 
 
 def agreement(
-    target: Model, sources: list[np.ndarray], plain: list[np.ndarray], speculative: list[np.ndarray]
+    target: Model,
+    sources: list[np.ndarray],
+    plain: list[np.ndarray],
+    speculative: list[np.ndarray],
+    near_tie: float = NEAR_TIE,
 ) -> dict[str, Any]:
     """Whether greedy outputs are the target's own.
 
     Returns:
       greedy_match, the share of lines that agree; near_ties, the lines counted as agreeing though their
-      ids differ, since the target itself holds the two tokens within `NEAR_TIE` of each other (a call over
+      ids differ, since the target itself holds the two tokens within `near_tie` nats of each other (a call over
       several positions rounds differently from a call over one); mismatches, the other differences.
     """
     found = differences(target, sources, plain, speculative)
-    faults = [dataclasses.asdict(one) for one in found if one.gap > NEAR_TIE]
-    ties = [dataclasses.asdict(one) for one in found if one.gap <= NEAR_TIE]
+    faults = [dataclasses.asdict(one) for one in found if one.gap > near_tie]
+    ties = [dataclasses.asdict(one) for one in found if one.gap <= near_tie]
     return dict(greedy_match=1 - len(faults) / len(sources), near_ties=ties, mismatches=faults)
 
 

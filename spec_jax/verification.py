@@ -44,16 +44,21 @@ def residual_distribution(p: Array, q: Array) -> Array:
     return jnp.where(total > 0, excess / jnp.where(total > 0, total, 1.0), p)
 
 
+def overlap(bound: Array, draft: Draft) -> Array:
+    """sum of min(p, q) [B, G] at the place of each draft token (Theorem 3.5).
+
+    Args:
+      bound: [B, G, V], p, or what stands for it under lenience (`lenient_bound`).
+      draft: the proposal.
+    """
+    if draft.probs is None:
+        return jnp.minimum(at_token(bound, draft.tokens), 1.0)
+    return acceptance_probability(bound, draft.probs)
+
+
 def at_token(probs: Array, tokens: Array) -> Array:
     """probs [..., V] at tokens [...]; a masked sum, which reads the array once where a gather may not."""
     return jnp.where(jnp.arange(probs.shape[-1]) == tokens[..., None], probs, 0.0).sum(-1)
-
-
-def draft_probs(draft: Draft, vocab_size: int) -> Array:
-    """q [B, G, V], one-hot where the draft is deterministic."""
-    if draft.probs is None:
-        return jax.nn.one_hot(draft.tokens, vocab_size, dtype=jnp.float32)
-    return draft.probs
 
 
 def lenient_bound(p: Array, logits: Array, sampling: SamplingConfig, lenience: float) -> Array:

@@ -16,7 +16,7 @@ from spec_jax import cache as kv
 from spec_jax import decoding
 from spec_jax.conformance.tables import GAMMA, LIMIT, SAMPLED, V
 from spec_jax.drafters.base import Drafter
-from spec_jax.models.base import Model
+from spec_jax.models.base import Model, read_block
 from spec_jax.types import Context, Draft, Inputs, SpecState, Verification
 
 
@@ -31,9 +31,7 @@ def _round(target, drafter, state, accept, extra, *, gamma, sampling) -> tuple[D
     context = state.context
     keys = jax.vmap(lambda key: jax.random.fold_in(key, state.round))(state.keys)
     draft, draft_state = drafter.propose(state.draft_state, context, keys, gamma, sampling, target.vocab_size)
-    newest = context.length[:, None] - 1
-    block = jnp.concatenate([jnp.take_along_axis(context.tokens, newest, axis=1), draft.tokens], axis=1)
-    hidden, target_cache = target.decode(block, newest + jnp.arange(gamma + 1), state.target_cache)
+    hidden, target_cache = read_block(target, state.target_cache, context, draft.tokens)
 
     accepted = jnp.minimum(accept, draft.length)
     drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))

@@ -19,6 +19,7 @@ from spec_jax.models.t5_weights import load_t5
 from spec_jax.tokenizers import load_tokenizer, pieces
 
 _MEMBERS = 'init', 'propose', 'update'
+_FILES = dict(model='path', unigram='counts', bigram='counts', ngram='counts')  # PATH of KIND=PATH
 
 
 def build_drafter(config: ConfigDict, target: Model, tokenizer, dtype) -> Drafter | None:
@@ -45,6 +46,24 @@ def build_drafter(config: ConfigDict, target: Model, tokenizer, dtype) -> Drafte
         known = ', '.join(_BUILDERS)
         raise ValueError(f'draft.kind: expected one of {known}, or FILE.py:NAME; got {config.kind!r}')
     return _BUILDERS[config.kind](config, target, tokenizer, dtype)
+
+
+def build_named(entry: str, config: ConfigDict, target: Model, tokenizer, dtype) -> Drafter | None:
+    """The drafter of an entry in a list of drafts: a kind, KIND=PATH, or FILE.py:NAME.
+
+    Args:
+      entry: PATH stands for the one file or folder that the kind needs.
+      config: the `draft` section, which says all else; see `build_drafter` for the others, and for errors.
+    """
+    kind, given, path = entry.partition('=')
+    own = dict(kind=kind)
+    if given:
+        if kind not in _FILES:
+            raise ValueError(
+                f'drafts: expected =PATH behind one of {", ".join(_FILES)}; got {entry!r}: leave it out'
+            )
+        own[_FILES[kind]] = path
+    return build_drafter(ConfigDict(config.to_dict() | own), target, tokenizer, dtype)
 
 
 def _none(config, target, tokenizer, dtype) -> None:

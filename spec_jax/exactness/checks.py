@@ -15,7 +15,7 @@ from spec_jax import data, pipeline
 from spec_jax.drafters.base import Drafter
 from spec_jax.exactness.statistics import Result
 from spec_jax.models.base import Model
-from spec_jax.types import Inputs, Output
+from spec_jax.types import Inputs
 
 # Nats between the argmax and what rounding makes of it.
 EPSILON = {'float32': pipeline.NEAR_TIE, 'bfloat16': 0.1}
@@ -103,11 +103,13 @@ def choose(sources: list[np.ndarray], count: int) -> list[np.ndarray]:
 
 
 def with_sampling(pair: Pair, temperature: float) -> pipeline.Settings:
+    """The pair's settings at another temperature."""
     sampling = dataclasses.replace(pair.settings.sampling, temperature=temperature)
     return dataclasses.replace(pair.settings, sampling=sampling)
 
 
 def width(sources: list[np.ndarray]) -> int:
+    """S of a batch that the longest of them fits."""
     return max(map(len, sources))
 
 
@@ -117,9 +119,3 @@ def to_inputs(rows: list[np.ndarray | None], width: int) -> Inputs:
     tokens, mask = data.pad_rows([filler if row is None else row for row in rows], len(rows), width)
     mask &= np.array([row is not None for row in rows])[:, None]
     return Inputs(jnp.asarray(tokens), jnp.asarray(mask))
-
-
-def ids_of(output: Output) -> list[np.ndarray]:
-    """The ids of each row, EOS included."""
-    tokens, length = np.asarray(output.tokens), np.asarray(output.length)
-    return [row[:end] for row, end in zip(tokens, length, strict=True)]

@@ -20,7 +20,6 @@ from spec_jax.exactness.checks import (
     Check,
     Pair,
     Progress,
-    ids_of,
     silent,
     to_inputs,
     width,
@@ -59,35 +58,25 @@ def greedy(pair: Pair, sources: list[np.ndarray], progress: Progress = silent) -
     plain_ids, outputs = [], []
     for line, source in enumerate(progress(sources, desc='greedy')):
         inputs, keys = to_inputs([source], width(sources)), row_keys(run_key, [line])
-        plain_ids += ids_of(plain(inputs, keys))
+        plain_ids += pipeline.row_ids(plain(inputs, keys))
         outputs.append(speculative(inputs, keys))
-    alone = [ids_of(output)[0] for output in outputs]
+    alone = [pipeline.row_ids(output)[0] for output in outputs]
 
     order = np.random.default_rng(settings.seed).permutation(len(sources)).tolist()
     order.insert(len(order) // 2, None)  # a filler row amid the others
     inputs = to_inputs([None if line is None else sources[line] for line in order], width(sources))
     output = speculative(inputs, row_keys(run_key, [0 if line is None else line for line in order]))
-    rows = {line: ids for line, ids in zip(order, ids_of(output), strict=True)}
+    rows = {line: ids for line, ids in zip(order, pipeline.row_ids(output), strict=True)}
     together = [rows[line] for line in range(len(sources))]
 
     epsilon = EPSILON[pair.dtype]
     checks, agreements = [], []
     for name, ids in (('one prompt at a time', alone), (f'uneven batch of {len(order)}', together)):
-        agreements.append(_agreement(pair, sources, plain_ids, ids))
+        agreements.append(pipeline.agreement(pair.target, sources, plain_ids, ids, epsilon))
         checks.append(_identity(f'greedy ids, {name}', ids, agreements[-1], epsilon))
     checks.append(_greedy_counts([*outputs, output], pair.target))
     checks.append(_argmax(pair, sources, settings, [alone, together], epsilon))
     return Greedy(checks, add_stats([one.stats for one in outputs]), agreements[0])
-
-
-def _agreement(pair, sources, plain, speculative) -> dict[str, Any]:
-    """As `pipeline.agreement`, with the near-ties that this dtype makes."""
-    found = [
-        (one, one.gap <= EPSILON[pair.dtype])
-        for one in pipeline.differences(pair.target, sources, plain, speculative)
-    ]
-    ties, faults = ([dataclasses.asdict(one) for one, tie in found if tie == kind] for kind in (True, False))
-    return dict(greedy_match=1 - len(faults) / len(sources), near_ties=ties, mismatches=faults)
 
 
 def _identity(tested: str, ids: list[np.ndarray], agreement: dict[str, Any], epsilon: float) -> Check:

@@ -61,6 +61,20 @@ class Model(Protocol):
         ...
 
 
+def read_block(model: Model, cache: Cache, context: Context, drafted: Array) -> tuple[Array, Cache]:
+    """Reads the newest token, which the cache lacks, and the draft behind it in one call.
+
+    Args:
+      drafted: [B, G] int32.
+
+    Returns:
+      hidden [B, G + 1, D], of the newest token and of each draft token, and the cache.
+    """
+    newest = context.length[:, None] - 1
+    block = jnp.concatenate([jnp.take_along_axis(context.tokens, newest, axis=1), drafted], axis=1)
+    return model.decode(block, newest + jnp.arange(block.shape[1]), cache)
+
+
 def read_window(model: Model, cache: Cache, tokens: Array, newest: Array) -> tuple[Array, Cache]:
     """Reads the last W tokens of the text, of which W - 1 may have been read before.
 

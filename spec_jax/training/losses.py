@@ -42,7 +42,7 @@ def distillation(
     """Word-level distillation (Kim and Rush 2016): cross-entropy under the teacher's distribution and the label.
 
     With weight 1 it is KL(teacher, student) plus the teacher's entropy, which no student can change. Teacher and
-    label are mixed into one goal first: over 8,000 words, that takes half the time of two losses.
+    label are mixed into one goal first, which takes fewer passes over the vocabulary than two losses.
 
     Args:
       logits: [B, T, V] float32.

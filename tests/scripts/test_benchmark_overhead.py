@@ -1,42 +1,29 @@
 """scripts/benchmark_overhead.py as its user sees it, on a tiny target of random weights, and the parts below it."""
 
 import json
-import pathlib
-import subprocess
-import sys
-from functools import partial
 
-import jax
 import numpy as np
 import pytest
-from test_generate import LINES, write_tokenizer
+from tiny import LINES, ROOT, run_forked, save_models
 
 from spec_jax import overhead
-from spec_jax.models.t5 import T5, T5Config
-from spec_jax.models.t5_weights import save_t5
 from spec_jax.report import KEYS
 from spec_jax.types import Inputs
-
-HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
 
 
 @pytest.fixture(scope='module')
 def world(tmp_path_factory):
     root = tmp_path_factory.mktemp('overhead')
-    config = T5Config(
-        vocab_size=20, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1
-    )
-    save_t5(jax.jit(partial(T5.create, config))(jax.random.key(0)), root / 'target')
-    write_tokenizer(root / 'target')
+    save_models(root, 'target')
     (root / 'lines.txt').write_text('\n'.join(LINES) + '\n')
     return root
 
 
 @pytest.fixture(scope='module')
 def run(world):
-    def run(*command_lines):
-        lines = [
+    return lambda *command_lines: run_forked(
+        ROOT / 'scripts/benchmark_overhead.py',
+        [
             [
                 f'--config={ROOT / "configs/demo_ende.py"}',
                 f'--config.target={world / "target"}',
@@ -47,26 +34,9 @@ def run(world):
                 *extra,
             ]
             for extra in command_lines
-        ]
-        done = subprocess.run(
-            [sys.executable, HERE / 'forked.py', ROOT / 'scripts/benchmark_overhead.py'],
-            input=json.dumps(lines),
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=600,
-            env=dict(
-                PYTHONPATH=str(ROOT),
-                JAX_PLATFORMS='cpu',
-                PATH='/usr/bin:/bin',
-                HF_HUB_OFFLINE='1',
-                HOME=str(world),
-            ),
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    return run
+        ],
+        world,
+    )
 
 
 def test_oracles_are_accepted_as_often_as_asked_and_change_no_output(run, world):

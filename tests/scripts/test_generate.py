@@ -1,49 +1,21 @@
 """scripts/generate.py as its user sees it, on a tiny pair of random weights."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import jax
 import pytest
-import tokenizers
+from tiny import LINES, ROOT, WORDS, make_model, run_forked, write_tokenizer
 
-from spec_jax.models.t5 import T5, T5Config
 from spec_jax.models.t5_weights import save_t5
 from spec_jax.report import KEYS
-
-HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
-WORDS = 'a b c d e f g h i j k l m'.split()
-LINES = ['a b c', 'd', '', 'e f g h i j', 'b b b b b b b b b b b b']
-
-
-def write_tokenizer(folder: pathlib.Path, words=WORDS) -> None:
-    pieces = ['<pad>', '</s>', '<unk>', *words]
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({piece: n for n, piece in enumerate(pieces)}, unk_token='<unk>')
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single='$A </s>', special_tokens=[('</s>', 1)]
-    )
-    tokenizer.save(str(folder / 'tokenizer.json'))
-    names = {'pad_token': '<pad>', 'eos_token': '</s>', 'unk_token': '<unk>'}
-    (folder / 'tokenizer_config.json').write_text(
-        json.dumps({'tokenizer_class': 'PreTrainedTokenizerFast', **names})
-    )
 
 
 @pytest.fixture(scope='module')
 def world(tmp_path_factory):
     """A pair, a draft with a permuted vocabulary, and inputs good and bad."""
     root = tmp_path_factory.mktemp('generate')
-    config = T5Config(
-        vocab_size=20, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1
-    )
     for seed, name in enumerate(('target', 'draft', 'other', 'damaged', 'nan')):
-        model = T5.create(config, jax.random.key(seed))
+        model = make_model(seed)
         if name == 'nan':
             model = model.replace(params=jax.tree.map(lambda x: x * float('nan'), model.params))
         save_t5(model, root / name)
@@ -61,8 +33,9 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def run(world):
-    def run(*command_lines):
-        lines = [
+    return lambda *command_lines: run_forked(
+        ROOT / 'scripts/generate.py',
+        [
             [
                 f'--config={ROOT / "configs/demo_ende.py"}',
                 f'--config.target={world / "target"}',
@@ -74,25 +47,9 @@ def run(world):
                 *extra,
             ]
             for extra in command_lines
-        ]
-        done = subprocess.run(
-            [sys.executable, HERE / 'forked.py', ROOT / 'scripts/generate.py'],
-            input=json.dumps(lines),
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=600,
-            env={
-                'PYTHONPATH': str(ROOT),
-                'JAX_PLATFORMS': 'cpu',
-                'PATH': '/usr/bin:/bin',
-                'HF_HUB_OFFLINE': '1',
-            },
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    return run
+        ],
+        world,
+    )
 
 
 def test_three_ways_of_decoding_write_the_same_lines(run, world):

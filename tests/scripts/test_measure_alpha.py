@@ -1,20 +1,12 @@
 """scripts/measure_alpha.py as its user sees it, on a tiny pair of random weights."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
-import jax
 import pytest
-from test_generate import write_tokenizer
+from tiny import ROOT, run_forked, save_models
 
-from spec_jax.models.t5 import T5, T5Config
-from spec_jax.models.t5_weights import save_t5
 from spec_jax.report import KEYS
 
-HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
 LINES = ['a b c', 'd', '', 'e f g h i j', 'b b b b b b b b b b b b', 'k l', 'm a']
 SAYS_A = '''
 import flax.struct
@@ -43,12 +35,7 @@ def build(config, target, tokenizer):
 @pytest.fixture(scope='module')
 def world(tmp_path_factory):
     root = tmp_path_factory.mktemp('measure_alpha')
-    config = T5Config(
-        vocab_size=20, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1
-    )
-    for seed, name in enumerate(('target', 'draft')):
-        save_t5(T5.create(config, jax.random.key(seed)), root / name)
-        write_tokenizer(root / name)
+    save_models(root, 'target', 'draft')
     (root / 'own.py').write_text(SAYS_A.format(token=3))
     (root / 'bad.py').write_text(SAYS_A.format(token=99))
     (root / 'lines.txt').write_text('\n'.join(LINES) + '\n')
@@ -58,8 +45,9 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def run(world):
-    def run(*command_lines):
-        lines = [
+    return lambda *command_lines: run_forked(
+        ROOT / 'scripts/measure_alpha.py',
+        [
             [
                 f'--config={ROOT / "configs/demo_ende.py"}',
                 f'--config.target={world / "target"}',
@@ -71,27 +59,9 @@ def run(world):
                 *(argument.format(w=world) for argument in extra),
             ]
             for extra in command_lines
-        ]
-        done = subprocess.run(
-            [sys.executable, HERE / 'forked.py', ROOT / 'scripts/measure_alpha.py'],
-            input=json.dumps(lines),
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=600,
-            env={
-                'PYTHONPATH': str(ROOT),
-                'JAX_COMPILATION_CACHE_DIR': str(world / 'compiled'),  # the runs share their programs
-                'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-                'JAX_PLATFORMS': 'cpu',
-                'PATH': '/usr/bin:/bin',
-                'HF_HUB_OFFLINE': '1',
-            },
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    return run
+        ],
+        world,
+    )
 
 
 def report_of(folder):

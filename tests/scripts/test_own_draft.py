@@ -1,21 +1,15 @@
 """The README's draft of one's own, in a file outside the package: every script takes it."""
 
 import json
-import pathlib
 import re
 import subprocess
 import sys
 
-import jax
 import pytest
-from test_generate import LINES, write_tokenizer
+from tiny import LINES, ROOT, save_models
 
 from spec_jax import conformance
-from spec_jax.models.t5 import T5, T5Config
-from spec_jax.models.t5_weights import save_t5
 
-HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
 CODE = next(
     code
     for code in re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.DOTALL)
@@ -35,11 +29,7 @@ SMALL = {
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp('own')
-    config = T5Config(
-        vocab_size=20, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1
-    )
-    save_t5(T5.create(config, jax.random.key(0)), folder)
-    write_tokenizer(folder)
+    save_models(folder, 'target')
     (folder / 'lines.txt').write_text('\n'.join(LINES) + '\n')
     (folder / 'my_draft.py').write_text(CODE)
     return folder
@@ -53,7 +43,7 @@ def test_a_script_takes_it(script, folder):
             sys.executable,
             ROOT / 'scripts' / script,
             f'--config={ROOT / "configs/demo_ende.py"}',
-            f'--config.target={folder}',
+            f'--config.target={folder / "target"}',
             f'--config.data.path={folder / "lines.txt"}',
             '--config.max_new_tokens=6',
             '--config.gamma=2',

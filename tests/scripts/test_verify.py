@@ -1,20 +1,12 @@
 """scripts/verify.py on a tiny pair: it passes what is exact, and each planted fault fails the row meant for it."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
-import jax
 import pytest
-from test_generate import WORDS, write_tokenizer
+from tiny import HERE, run_forked, save_models
 
-from spec_jax.models.t5 import T5, T5Config
-from spec_jax.models.t5_weights import save_t5
 from spec_jax.report import KEYS
 
-HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
 RULE = ['--config.verify.greedy_prompts=0', '--config.verify.samples=0']
 GREEDY = ['--config.verify.rule=False', '--config.verify.samples=0']
 SAMPLED = ['--config.verify.rule=False', '--config.verify.greedy_prompts=0']
@@ -79,12 +71,7 @@ def get_config():
 @pytest.fixture(scope='module')
 def world(tmp_path_factory):
     root = tmp_path_factory.mktemp('verify')
-    config = T5Config(
-        vocab_size=20, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1
-    )
-    for seed, name in enumerate(('target', 'draft')):
-        save_t5(T5.create(config, jax.random.key(seed)), root / name)
-        write_tokenizer(root / name, WORDS)
+    save_models(root, 'target', 'draft')
     (root / 'lines.txt').write_text('a b c\nd\n\ne f g h i j\nb b b b b b b b\n')
     (root / 'blank.txt').write_text('\n\n')
     (root / 'own.py').write_text(DRAFT)
@@ -96,30 +83,9 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def run(world):
-    def run(command_lines):
-        lines = [[f'--config={world / "tiny.py"}', *extra] for extra in command_lines]
-        done = subprocess.run(
-            [sys.executable, HERE / 'forked.py', HERE / 'planted.py'],
-            input=json.dumps(lines),
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=900,
-            env={
-                'PYTHONPATH': str(ROOT),
-                'JAX_PLATFORMS': 'cpu',
-                'PATH': '/usr/bin:/bin',
-                'HF_HUB_OFFLINE': '1',
-                # Most of what is compiled is the same from run to run.
-                'JAX_COMPILATION_CACHE_DIR': str(world / 'compiled'),
-                'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-                'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
-            },
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    return run
+    return lambda command_lines: run_forked(
+        HERE / 'planted.py', [[f'--config={world / "tiny.py"}', *extra] for extra in command_lines], world
+    )
 
 
 def report_of(folder):
