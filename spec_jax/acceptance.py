@@ -20,7 +20,6 @@ Axes: B rows, N places of a text, Z leniences, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import flax.struct
@@ -31,6 +30,7 @@ from jax import Array, lax
 
 from spec_jax import analysis, pipeline, verification
 from spec_jax import cache as kv
+from spec_jax.backend import jit
 from spec_jax.decoding import check_draft, cond_fn, failures, prefill, raise_on_failure
 from spec_jax.drafters.base import Drafter
 from spec_jax.journal import Journal
@@ -105,7 +105,7 @@ def measure(
     return raise_on_failure(_measure(target, drafter, inputs, texts, length, keys, **how))
 
 
-@partial(jax.jit, static_argnames=('sampling', 'leniences'))
+@jit(static_argnames=('sampling', 'leniences'))
 def _measure(target, drafter, inputs, texts, length, keys, *, sampling, leniences) -> Overlaps:
     state = prefill(target, drafter, inputs, keys, gamma=1, max_new_tokens=texts.shape[1])
     state = state.replace(done=state.done | (length == 0))

@@ -27,6 +27,7 @@ import numpy as np
 from jax import Array, lax
 
 from spec_jax import cache as kv
+from spec_jax.backend import fewest_rows, jit
 from spec_jax.drafters.base import Drafter
 from spec_jax.models.base import Model, last_tokens, read_block, read_window
 from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys, sample, split_rows
@@ -88,7 +89,7 @@ def plain_generate(
     )
 
 
-@partial(jax.jit, static_argnames=('gamma', 'max_new_tokens', 'sampling', 'lenience'))
+@jit(static_argnames=('gamma', 'max_new_tokens', 'sampling', 'lenience'))
 def _generate(target, drafter, inputs, keys, *, gamma, max_new_tokens, sampling, lenience) -> Output:
     sizes = dict(gamma=gamma, max_new_tokens=max_new_tokens)
     state = prefill(target, drafter, inputs, keys, **sizes)
@@ -170,7 +171,7 @@ def speculative_step(
         )
 
 
-@partial(jax.jit, static_argnames=('max_new_tokens', 'sampling'))
+@jit(static_argnames=('max_new_tokens', 'sampling'))
 def _plain_generate(target, inputs, keys, *, max_new_tokens, sampling) -> Output:
     state = start_plain(target, inputs, keys, max_new_tokens=max_new_tokens)
     body_fn = partial(plain_step, target, max_new_tokens=max_new_tokens, sampling=sampling)
@@ -189,11 +190,11 @@ def plain_step(
 ) -> SpecState:
     """One token a row.
 
-    At batch 1 each call reads the last two tokens: a product with a single row is slower than one with two on
-    TPU (it leaves the matrix unit) and on CPU alike.
+    At batch 1 each call reads the last two tokens where a product with two rows is faster than one with a single
+    row (`backend.fewest_rows`).
     """
     context = state.context
-    window = 2 if context.length.shape[0] == 1 else 1
+    window = fewest_rows() if context.length.shape[0] == 1 else 1
     logits, target_cache = read_window(
         target, state.target_cache, last_tokens(context, window), context.length - 1
     )

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spec_jax.backend import jit
 from spec_jax.decoding import plain_step, prefill, start_plain
 from spec_jax.drafters.base import Drafter
 from spec_jax.models.base import Model
@@ -25,7 +26,7 @@ from spec_jax.types import Inputs
 _STEPS = 24  # calls a measurement; the caches hold about half a typical output on average
 
 
-@partial(jax.jit, static_argnames=('sampling', 'max_new_tokens'))
+@jit(static_argnames=('sampling', 'max_new_tokens'))
 def _plain_steps(target, state, *, sampling, steps, max_new_tokens):
     """`steps` plain steps that no EOS ends."""
     body = partial(plain_step, target, max_new_tokens=max_new_tokens, sampling=sampling)
@@ -34,7 +35,7 @@ def _plain_steps(target, state, *, sampling, steps, max_new_tokens):
     ).context.tokens
 
 
-@partial(jax.jit, static_argnames=('gamma', 'sampling'))
+@jit(static_argnames=('gamma', 'sampling'))
 def _target_calls(target, state, *, gamma, sampling, steps):
     """`steps` calls over gamma + 1 rows, each fed with the last one's likeliest tokens."""
 
@@ -49,7 +50,7 @@ def _target_calls(target, state, *, gamma, sampling, steps):
     return lax.fori_loop(0, steps, body, (tokens, state.target_cache))[0]
 
 
-@partial(jax.jit, static_argnames=('gamma', 'sampling', 'vocab_size'))
+@jit(static_argnames=('gamma', 'sampling', 'vocab_size'))
 def _drafts(drafter, state, *, gamma, sampling, steps, vocab_size):
     """`steps` drafts of gamma tokens, each behind the last one's first token."""
 
@@ -93,10 +94,10 @@ class StepTimer:
         """
         self.steps, self.gamma = max(1, min(_STEPS, max_new_tokens - 1)), gamma
         keys = row_keys(jax.random.key(0), range(inputs.tokens.shape[0]))
-        speculative = jax.jit(prefill, static_argnames=('gamma', 'max_new_tokens'))(
+        speculative = jit(prefill, static_argnames=('gamma', 'max_new_tokens'))(
             target, drafter, inputs, keys, gamma=gamma, max_new_tokens=max_new_tokens
         )
-        plain = jax.jit(start_plain, static_argnames='max_new_tokens')(
+        plain = jit(start_plain, static_argnames='max_new_tokens')(
             target, inputs, keys, max_new_tokens=max_new_tokens
         )
         how = dict(sampling=sampling, steps=self.steps)

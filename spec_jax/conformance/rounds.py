@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from spec_jax import decoding
+from spec_jax.backend import jit
 from spec_jax.conformance.results import Fault, Make, checked
 from spec_jax.conformance.tables import (
     EOS,
@@ -48,7 +49,7 @@ class _Watched:
         return self.drafter.update(state[0], context, verified, hidden), state[1]
 
 
-@jax.jit
+@jit
 def _watch(target, drafter, inputs, keys, limit) -> tuple[Output, Draft, Array]:
     """The loop of `generate`, up to `limit` <= `LIMIT` tokens: an argument, so that one program serves all."""
 

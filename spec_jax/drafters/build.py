@@ -7,9 +7,9 @@ import pathlib
 from collections.abc import Callable
 from functools import partial
 
-import jax
 from ml_collections import ConfigDict
 
+from spec_jax.backend import fewest_rows
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.model import ModelDrafter, check_vocabularies
 from spec_jax.drafters.ngram import NgramDrafter, load_ngram
@@ -72,8 +72,7 @@ def _none(config, target, tokenizer, dtype) -> None:
 
 def _model(config, target, tokenizer, dtype) -> ModelDrafter:
     check_vocabularies(pieces(tokenizer), pieces(load_tokenizer(config.path)))
-    window = 1 if jax.default_backend() == 'cpu' else 2
-    return ModelDrafter(load_t5(config.path, dtype), window)
+    return ModelDrafter(load_t5(config.path, dtype).untied(), fewest_rows())
 
 
 def _ngram(order: int | None, config, target, tokenizer, dtype) -> NgramDrafter:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from spec_jax.backend import jit
 from spec_jax.decoding import cond_fn, finish, plain_step, prefill, speculative_step, start_plain
 from spec_jax.drafters.base import Drafter
 from spec_jax.exactness.statistics import cumulative_place
@@ -86,7 +87,7 @@ class Audited:
         return self.drafter.update(own, context, verified, hidden), trace, number + 1
 
 
-@partial(jax.jit, static_argnames=('gamma', 'max_new_tokens'))
+@jit(static_argnames=('gamma', 'max_new_tokens'))
 def start(
     target: Model, drafter: Drafter, inputs: Inputs, keys: Array, *, gamma: int, max_new_tokens: int
 ) -> SpecState:
@@ -94,7 +95,7 @@ def start(
     return prefill(target, drafter, inputs, keys, gamma=gamma, max_new_tokens=max_new_tokens)
 
 
-@partial(jax.jit, static_argnames=('gamma', 'max_new_tokens', 'sampling', 'lenience'))
+@jit(static_argnames=('gamma', 'max_new_tokens', 'sampling', 'lenience'))
 def decode(
     target: Model,
     drafter: Drafter,
@@ -112,13 +113,13 @@ def decode(
     return output, state.draft_state
 
 
-@partial(jax.jit, static_argnames='max_new_tokens')
+@jit(static_argnames='max_new_tokens')
 def plain_start(target: Model, inputs: Inputs, keys: Array, *, max_new_tokens: int) -> SpecState:
     """The plain decoder's prefill."""
     return start_plain(target, inputs, keys, max_new_tokens=max_new_tokens)
 
 
-@partial(jax.jit, static_argnames=('max_new_tokens', 'sampling'))
+@jit(static_argnames=('max_new_tokens', 'sampling'))
 def plain_decode(target: Model, state: SpecState, *, max_new_tokens: int, sampling: SamplingConfig) -> Output:
     """The loop of `decoding.plain_generate` from `plain_start` to its end."""
     step = partial(plain_step, target, max_new_tokens=max_new_tokens, sampling=sampling)
@@ -126,7 +127,7 @@ def plain_decode(target: Model, state: SpecState, *, max_new_tokens: int, sampli
     return finish(state.context, state.failed, state.stats, max_new_tokens, target.pad_id)
 
 
-@partial(jax.jit, static_argnames='sampling')
+@jit(static_argnames='sampling')
 def rescore(
     target: Model, cache: Cache, tokens: Array, *, sampling: SamplingConfig
 ) -> tuple[Array, Array, Array]:

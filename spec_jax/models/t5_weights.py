@@ -23,11 +23,11 @@ from spec_jax.models.t5 import T5, T5Config, T5Module
 from spec_jax.types import Params
 
 # Our path (a dot stands for a dot), Hugging Face's name, and how many of our leading axes a product sums
-# over. Hugging Face stores [out, in], so 1 means that ours is [D, H, K], [D, F] or [F, D], 2 that it is
+# over. Hugging Face stores [out, in], so 1 means that ours is [D, H, K], [D, F], [F, D] or [D, V], 2 that it is
 # [H, K, D], and 0 that the two are the same. Read in one direction to load, in the other to save.
 _TABLE = (
     (r'embedding', r'shared.weight', 0),  # [V, D]
-    (r'head', r'lm_head.weight', 0),  # [V, D]
+    (r'head', r'lm_head.weight', 1),  # [D, V]
     (r'(\w+)_bias.table', r'\1.block.0.layer.0.SelfAttention.relative_attention_bias.weight', 0),
     (r'(\w+)_norm.scale', r'\1.final_layer_norm.weight', 0),
     (r'encoder.(\d+).attention_norm.scale', r'encoder.block.\1.layer.0.layer_norm.weight', 0),

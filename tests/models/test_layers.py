@@ -12,14 +12,14 @@ from spec_jax.models.layers import MLP, Attention, RMSNorm, einsum
 
 # Every spec that the models use, with sizes by letter.
 SPECS = [
-    'bld,dhk->bhlk',
-    'btd,dhk->bhtk',
+    'btd,dhk->bthk',
     'bhtk,bhlk->bhtl',
     'bhtl,bhlk->bhtk',
     'bhtk,hkd->btd',
     'btd,df->btf',
     'btf,fd->btd',
     'btd,vd->btv',
+    'btd,dv->btv',
 ]
 SIZES = dict(b=2, l=5, t=3, d=6, h=2, k=4, f=7, v=9)
 

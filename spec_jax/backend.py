@@ -1,0 +1,60 @@
+"""What a backend wants: how the decoding programs are compiled, and how few rows a product should have."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+# XLA's CPU backend hands a product, or a whole feed-forward block, to YNNPACK, which takes 1.5 to 3 times as long
+# for 2 to 8 rows as the kernels it replaced (and equally long for one). No kind of fusion: back to those.
+_YNNPACK = 'xla_cpu_experimental_ynn_fusion_type'
+
+
+def jit(function: Callable | None = None, *, static_argnames: str | tuple[str, ...] = ()) -> Callable:
+    """`jax.jit` for programs that decode: on CPU with the kernels that are fast for few rows.
+
+    Decorates at import time and looks at the backend at the first call. Like every jit with options of its own, the
+    result cannot be called while another one is traced. Options that XLA_FLAGS names are left as they are there.
+
+    Args:
+      function: as of `jax.jit`.
+      static_argnames: as of `jax.jit`.
+    """
+    if function is None:
+        return functools.partial(jit, static_argnames=static_argnames)
+
+    @functools.cache
+    def compiled() -> Callable:
+        return jax.jit(function, static_argnames=static_argnames, compiler_options=_options())
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return compiled()(*args, **kwargs)
+
+    call.lower = lambda *args, **kwargs: compiled().lower(*args, **kwargs)
+    return call
+
+
+def fewest_rows() -> int:
+    """Rows that the last product of a call should have at batch 1.
+
+    A single row leaves a TPU's matrix unit and costs twice as much as two; on CPU it has a kernel of its own, the
+    fastest there is.
+    """
+    return 1 if jax.default_backend() == 'cpu' else 2
+
+
+@functools.cache
+def _options() -> dict[str, str] | None:
+    if jax.default_backend() != 'cpu' or _YNNPACK in os.environ.get('XLA_FLAGS', ''):
+        return None
+    options = {_YNNPACK: ''}
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(jnp.zeros(())).compile()
+    except jax.errors.JaxRuntimeError:  # an XLA that does not know the option
+        return None
+    return options
