@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
                 min_ngram=1,  # and the fewest
             ),
             dtype='float32',
-            gamma=3,
+            gamma=4,
             batch_size=1,
             max_new_tokens=128,
             max_source_length=128,

@@ -32,7 +32,7 @@ def main(argv):
         raise ValueError('data.train: expected files, got none; name one by --config.data.train=FILE')
     examples = [one for path in files(config.data.train) for one in data.read_examples(path)]
     sources = distillation.choose_sources(examples, config.data.limit, config.seed)
-    target = load_t5(config.target, config.dtype).untied()
+    target = load_t5(config.target, config.dtype).for_decoding()
     tokenizer = load_tokenizer(config.tokenizer or config.target)
     print(f'{len(sources):,} sources')
     with cli.StopSignal() as stop:

@@ -33,6 +33,8 @@ def main(_):
     config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
     job = pipeline.load(config, _settings(config))
     settings = job.settings
+    if cut := job.truncation():
+        print(cut)
     drafter = build_drafter(config.draft, job.target, job.tokenizer, config.dtype)
     prompts = [choose(job.sources, config.verify[name]) for name in ('greedy_prompts', 'sampled_prompts')]
     begin = time.perf_counter()

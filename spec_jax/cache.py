@@ -80,6 +80,23 @@ def write(buffer: Array, update: Array, start: Array, axis: int) -> Array:
     return buffer
 
 
+def write_new(buffer: Array, update: Array, start: Array) -> Array:
+    """Writes the keys or values of new tokens; a slot behind them may be overwritten, too.
+
+    A single slot of a single row is written twice, at `start` and behind it, where all is stale. XLA's CPU backend
+    takes the update of one slot for an operation on one array, does it once for the attention and once for the
+    loop, and copies the whole buffer for each: a sixth of a plain step of the demo target.
+
+    Args:
+      buffer: [B, H, L, K].
+      update: [B, H, T, K].
+      start: [B] int32; start + T < L.
+    """
+    if update.shape[0] == update.shape[2] == 1:
+        update = jnp.concatenate([update, update], axis=2)
+    return write(buffer, update, start, axis=2)
+
+
 def append(cache: KVCache, positions: Array) -> tuple[KVCache, Array]:
     """Makes room for T new tokens a row; their keys and values are written layer by layer after it.
 

@@ -143,7 +143,7 @@ def load(config: ConfigDict, settings: Settings, default_limit: int | None = Non
     examples = data.read_examples(config.data.path, config.data.format or None)
     examples = examples[: config.data.limit or default_limit]
     tokenizer = load_tokenizer(config.target)
-    target = load_t5(config.target, config.dtype).untied()
+    target = load_t5(config.target, config.dtype).for_decoding()
     sources, num_truncated = data.encode_sources(
         tokenizer,
         [example.source for example in examples],

@@ -88,12 +88,12 @@ def test_a_wrong_token_is_a_mismatch_and_a_tie_is_not(pair, sources):
     (fault,) = result['mismatches']
     assert (fault['line'], fault['position']) == (3, 1) and fault['gap'] > 1e-5
 
-    # Two ids with the same row of the head have the same score: an exact tie.
+    # Two ids with the same column of the head have the same score: an exact tie.
     token = int(plain[3][1])
     twin = (token + 1) % 40
     head = target.params['head'][...]
     tied = target.replace(params=jax.tree.map(lambda x: x, target.params))
-    tied.params['head'] = tied.params['head'].replace(head.at[twin].set(head[token]))
+    tied.params['head'] = tied.params['head'].replace(head.at[:, twin].set(head[:, token]))
     result = pipeline.agreement(tied, sources, plain, other)
     assert result['greedy_match'] == 1.0 and len(result['near_ties']) == 1
     assert result['near_ties'][0]['gap'] == 0.0

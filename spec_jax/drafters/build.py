@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Callable
 from functools import partial
 
+import jax
 from ml_collections import ConfigDict
 
 from spec_jax.backend import fewest_rows
@@ -72,7 +73,7 @@ def _none(config, target, tokenizer, dtype) -> None:
 
 def _model(config, target, tokenizer, dtype) -> ModelDrafter:
     check_vocabularies(pieces(tokenizer), pieces(load_tokenizer(config.path)))
-    return ModelDrafter(load_t5(config.path, dtype).untied(), fewest_rows())
+    return ModelDrafter(load_t5(config.path, dtype).for_decoding(), fewest_rows())
 
 
 def _ngram(order: int | None, config, target, tokenizer, dtype) -> NgramDrafter:
@@ -118,5 +119,10 @@ def _own(config, target, tokenizer) -> Drafter:
         raise ValueError(
             f'{config.kind}: expected a drafter with {", ".join(_MEMBERS)}; got {type(drafter).__name__} '
             f'without {missing[0]!r}'
+        )
+    if strange := [leaf for leaf in jax.tree.leaves(drafter) if not hasattr(leaf, 'dtype')]:
+        raise ValueError(
+            f'{config.kind}: expected a drafter that is a pytree of arrays, got {type(strange[0]).__name__} within '
+            'it; make its class a flax.struct.dataclass, and what is no array a field with pytree_node=False'
         )
     return drafter

@@ -33,7 +33,8 @@ class T5Config:
     """Sizes and switches of a T5; the defaults are v1.1's.
 
     `tied_head` says that the head is the embedding; `scale_head_input` that its input is multiplied
-    by d_model^-0.5. v1.0 has both, v1.1 neither.
+    by d_model^-0.5. v1.0 has both, v1.1 neither. `fused` says that the weights of query, key and value in the
+    decoder's self-attention are one array, as `T5.for_decoding` makes them.
     """
 
     vocab_size: int = 32128
@@ -51,6 +52,7 @@ class T5Config:
     max_distance: int = 128
     epsilon: float = 1e-6
     dropout: float = 0.1
+    fused: bool = False
     start_id: int = 0
     eos_id: int = 1
     pad_id: int = 0
@@ -140,17 +142,17 @@ class EncoderLayer(nnx.Module):
         self.mlp = _mlp(config, rngs)
 
     def __call__(self, x: Array, bias: Array, drop) -> Array:
-        normed = self.attention_norm(x)
-        x = x + drop(self.attention(normed, *self.attention.keys_values(normed), bias))
+        x = x + drop(self.attention.attend(*self.attention.project(self.attention_norm(x)), bias))
         return x + drop(self.mlp(self.mlp_norm(x)))
 
 
 class DecoderLayer(nnx.Module):
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        sizes = config.d_model, config.num_heads, config.d_kv
         self.self_norm = RMSNorm(config.d_model, config.epsilon)
-        self.self_attention = Attention(config.d_model, config.num_heads, config.d_kv, rngs=rngs)
+        self.self_attention = Attention(*sizes, fused=config.fused, rngs=rngs)
         self.cross_norm = RMSNorm(config.d_model, config.epsilon)
-        self.cross_attention = Attention(config.d_model, config.num_heads, config.d_kv, rngs=rngs)
+        self.cross_attention = Attention(*sizes, rngs=rngs)
         self.mlp_norm = RMSNorm(config.d_model, config.epsilon)
         self.mlp = _mlp(config, rngs)
 
@@ -158,10 +160,10 @@ class DecoderLayer(nnx.Module):
         self, x: Array, store, bias: Array, cross: tuple[Array, Array], cross_bias: Array, drop
     ) -> Array:
         """`store` takes the new tokens' keys and values and returns all that they may attend to."""
-        normed = self.self_norm(x)
-        key, value = store(*self.self_attention.keys_values(normed))
-        x = x + drop(self.self_attention(normed, key, value, bias))
-        x = x + drop(self.cross_attention(self.cross_norm(x), *cross, cross_bias))
+        query, key, value = self.self_attention.project(self.self_norm(x))
+        x = x + drop(self.self_attention.attend(query, *store(key, value), bias))
+        query = self.cross_attention.queries(self.cross_norm(x))
+        x = x + drop(self.cross_attention.attend(query, *cross, cross_bias))
         return x + drop(self.mlp(self.mlp_norm(x)))
 
 
@@ -232,8 +234,8 @@ class T5Module(nnx.Module):
         for i, layer in enumerate(self.decoder):
 
             def store(key, value, i=i):
-                keys[i] = kv.write(keys[i], key, start, axis=2)
-                values[i] = kv.write(values[i], value, start, axis=2)
+                keys[i] = kv.write_new(keys[i], key, start)
+                values[i] = kv.write_new(values[i], value, start)
                 return keys[i], values[i]
 
             cross = cache.cross_keys[i], cache.cross_values[i]
@@ -280,17 +282,24 @@ class T5:
         module = T5Module(config, rngs=nnx.Rngs(params=key))
         return cls(nnx.state(module, nnx.Param), config, jnp.dtype(dtype))
 
-    def untied(self) -> T5:
-        """The same model with a head of its own, for decoding; itself where it has one.
+    def for_decoding(self) -> T5:
+        """The same model with its weights laid out for the decoding loop; not to be trained or saved.
 
-        Where the head is the embedding, this is a copy laid out [D, V]: by the embedding's own [V, D], the product
-        over several rows takes two to three times as long on CPU.
+        A head that is the embedding becomes a copy laid out [D, V]: by the embedding's own [V, D], the product over
+        several rows takes two to three times as long on CPU. Query, key and value of the decoder's self-attention
+        become one product.
         """
-        if not self.config.tied_head:
+        if self.config.fused:
             return self
-        params = nnx.clone(self.params)
-        params['head'] = nnx.Param(self.module.embedding[...].T)
-        return self.replace(params=params, config=dataclasses.replace(self.config, tied_head=False))
+        leaves = dict(nnx.to_flat_state(self.params))
+        if self.config.tied_head:
+            leaves['head',] = nnx.Param(leaves['embedding',][...].T)
+        for layer in range(self.config.num_decoder_layers):
+            where = 'decoder', layer, 'self_attention'
+            apart = [leaves.pop((*where, name))[...] for name in ('query', 'key', 'value')]
+            leaves[*where, 'fused'] = nnx.Param(jnp.stack(apart, axis=1))
+        config = dataclasses.replace(self.config, tied_head=False, fused=True)
+        return self.replace(params=nnx.from_flat_state(leaves), config=config)
 
     @property
     def module(self) -> T5Module:
@@ -316,11 +325,10 @@ class T5:
         """Runs the encoder and projects cross-attention's keys and values, once a prompt."""
         module, config = self.module, self.config
         cross = module.cross(module.encode(inputs.tokens, inputs.mask, self.dtype))
-        batch = inputs.tokens.shape[0]
+        batch, layers = inputs.tokens.shape[0], config.num_decoder_layers
+        num_slots += 1  # for `kv.write_new`
         return T5Cache(
-            own=kv.init(
-                config.num_decoder_layers, batch, config.num_heads, num_slots, config.d_kv, self.dtype
-            ),
+            own=kv.init(layers, batch, config.num_heads, num_slots, config.d_kv, self.dtype),
             cross_keys=tuple(key for key, _ in cross),
             cross_values=tuple(value for _, value in cross),
             cross_bias=_hide(inputs.mask)[:, None, None, :],

@@ -111,6 +111,10 @@ def save_t5(model: T5, folder: str | os.PathLike, dtype=None, max_shard_size: in
       OSError: the folder cannot be written.
       ValueError: dtype is refused, or Hugging Face's form cannot express the configuration.
     """
+    if model.config.fused:
+        raise ValueError(
+            'expected a T5 as it was loaded or trained, got one made `for_decoding`; save the former'
+        )
     leaves = jax.tree.leaves(model.params)
     dtype = _checked_dtype(leaves[0].dtype if dtype is None else dtype)
     weights, _ = _weights(model.params, model.config)

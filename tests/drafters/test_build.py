@@ -36,6 +36,12 @@ class Repeat:
 def repeat(config, target, tokenizer):
     return Repeat(config.times)
 
+class Unregistered(Repeat):
+    pass
+
+def unregistered(config, target, tokenizer):
+    return Unregistered(1)
+
 def nothing(config, target, tokenizer):
     return object()
 
@@ -87,6 +93,11 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(own, tmp_path):
         (f'{own}:other', ValueError, "expected a function 'other' in .*own.py, found none"),
         (f'{own}:number', ValueError, "expected a function 'number'"),
         (f'{own}:nothing', ValueError, "got object without 'init'"),
+        (
+            f'{own}:unregistered',
+            ValueError,
+            'expected a drafter that is a pytree of arrays, got Unregistered',
+        ),
     ]:
         with pytest.raises(error, match=message):
             build(kind)

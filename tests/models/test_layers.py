@@ -106,5 +106,16 @@ def test_attention_is_unscaled_and_adds_the_bias():
         shares = np.exp(scores + bias[:, head])
         shares /= shares.sum(-1, keepdims=True)
         expected += shares @ (memory @ weights['value'][:, head]) @ weights['out'][head]
-    ours = layer(jnp.asarray(x, jnp.float32), key, value, jnp.asarray(bias, jnp.float32))
+    query = layer.queries(jnp.asarray(x, jnp.float32))
+    ours = layer.attend(query, key, value, jnp.asarray(bias, jnp.float32))
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_one_product_for_query_key_and_value_gives_what_three_give():
+    apart = Attention(6, num_heads=2, head_dim=4, rngs=nnx.Rngs(0))
+    fused = Attention(6, num_heads=2, head_dim=4, fused=True, rngs=nnx.Rngs(1))
+    fused.fused[...] = jnp.stack([apart.query[...], apart.key[...], apart.value[...]], axis=1)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 6)), jnp.float32)
+    for ours, expected in zip(fused.project(x), apart.project(x), strict=True):
+        assert ours.shape == (2, 2, 3, 4)
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)

@@ -259,6 +259,12 @@ def test_a_configuration_without_a_name_is_not_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_laid_out_for_decoding_is_not_saved(tmp_path):
+    with pytest.raises(ValueError, match='for_decoding'):
+        save_t5(load_t5(GOLDEN / 'v1_0').for_decoding(), tmp_path / 't5')
+    assert not list(tmp_path.iterdir())
+
+
 # With transformers.
 
 

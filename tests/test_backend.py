@@ -1,0 +1,77 @@
+"""backend.jit is jax.jit but for the options; and the compiled decoders copy no cache and no weight."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import backend
+from spec_jax.decoding import _generate, _plain_generate
+from spec_jax.drafters.model import ModelDrafter
+from spec_jax.models.t5 import T5, T5Config
+from spec_jax.sampling import SamplingConfig, row_keys
+from spec_jax.types import Inputs
+
+on_cpu = pytest.mark.skipif(jax.default_backend() != 'cpu', reason="these are the CPU backend's ways")
+
+
+def test_jit_compiles_once_a_shape_and_keeps_static_arguments():
+    traced = []
+
+    @backend.jit(static_argnames='power')
+    def raised(x, *, power):
+        traced.append(power)
+        return x**power
+
+    for power in (2, 3, 2):
+        np.testing.assert_array_equal(raised(jnp.arange(3.0), power=power), np.arange(3.0) ** power)
+    assert traced == [2, 3] and raised.__name__ == 'raised'
+
+
+@on_cpu
+def test_products_are_left_to_the_kernels_that_are_fast_for_few_rows(monkeypatch):
+    product = lambda x, y: x @ y  # noqa: E731
+    shapes = jnp.ones((4, 64)), jnp.ones((64, 256))
+    assert 'ynn' not in backend.jit(product).lower(*shapes).compile().as_text()
+    monkeypatch.setenv('XLA_FLAGS', '--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT')
+    backend._options.cache_clear()
+    assert backend._options() is None  # the user's word stands
+    monkeypatch.undo()
+    backend._options.cache_clear()
+
+
+@pytest.fixture(scope='module')
+def example():
+    """A target, a draft and a prompt in which no weight, cache or activation is of another's size."""
+    sizes = dict(vocab_size=4999, d_model=96, d_kv=32, d_ff=160, num_heads=3)
+    config = T5Config(**sizes, num_encoder_layers=1, num_decoder_layers=2, tied_head=True)
+    target = T5.create(config, jax.random.key(0)).for_decoding()
+    drafter = ModelDrafter(T5.create(config, jax.random.key(1)).for_decoding())
+    inputs = Inputs(jnp.ones((1, 8), jnp.int32), jnp.ones((1, 8), bool))
+    return target, drafter, inputs, row_keys(jax.random.key(0), [0])
+
+
+def loop_copies(text: str) -> list[str]:
+    """Shapes of the large arrays that are copied, or transposed, within a loop of the compiled program."""
+    found, where = [], ''
+    for line in text.splitlines():
+        if match := re.match(r'(?:ENTRY )?%?([\w.\-]+) .*\{$', line):
+            where = match[1]
+        made = re.match(r'\s+(?:ROOT )?%[\w.\-]+ = \w+\[([\d,]+)\]\S* (?:copy|transpose)\(', line)
+        if made and 'region' in where and math.prod(map(int, made[1].split(','))) >= 96 * 96:
+            found.append(made[1])
+    return found
+
+
+@on_cpu
+@pytest.mark.parametrize('gamma', [1, 4])
+def test_no_cache_and_no_weight_is_copied_in_the_loop(example, gamma):
+    target, drafter, inputs, keys = example
+    how = dict(max_new_tokens=120, sampling=SamplingConfig(temperature=0.0))
+    plain = _plain_generate.lower(target, inputs, keys, **how)
+    speculative = _generate.lower(target, drafter, inputs, keys, gamma=gamma, lenience=1.0, **how)
+    assert loop_copies(plain.compile().as_text()) == []
+    assert loop_copies(speculative.compile().as_text()) == []
