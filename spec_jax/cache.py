@@ -29,7 +29,7 @@ class KVCache:
     """Self-attention cache of a decoder.
 
     Attributes:
-      keys: one [B, H, L, K] array per layer.
+      keys: one [B, H, K, L] array per layer: the scores of a few queries are a product of two matrices as they lie.
       values: one [B, H, L, K] array per layer.
       positions: [B, L] int32, the position of the token in each slot; `NO_POSITION` hides a slot.
       length: [B] int32, number of live slots.
@@ -47,10 +47,9 @@ class KVCache:
 
 def init(num_layers: int, batch: int, num_heads: int, num_slots: int, head_dim: int, dtype) -> KVCache:
     """An empty cache: length 0 in every row."""
-    shape = (batch, num_heads, num_slots, head_dim)  # [B, H, L, K]
     return KVCache(
-        keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-        values=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+        keys=tuple(jnp.zeros((batch, num_heads, head_dim, num_slots), dtype) for _ in range(num_layers)),
+        values=tuple(jnp.zeros((batch, num_heads, num_slots, head_dim), dtype) for _ in range(num_layers)),
         positions=jnp.full((batch, num_slots), NO_POSITION, jnp.int32),
         length=jnp.zeros((batch,), jnp.int32),
     )
@@ -80,7 +79,7 @@ def write(buffer: Array, update: Array, start: Array, axis: int) -> Array:
     return buffer
 
 
-def write_new(buffer: Array, update: Array, start: Array) -> Array:
+def write_new(buffer: Array, update: Array, start: Array, axis: int) -> Array:
     """Writes the keys or values of new tokens; a slot behind them may be overwritten, too.
 
     A single slot of a single row is written twice, at `start` and behind it, where all is stale. XLA's CPU backend
@@ -88,13 +87,14 @@ def write_new(buffer: Array, update: Array, start: Array) -> Array:
     loop, and copies the whole buffer for each: a sixth of a plain step of the demo target.
 
     Args:
-      buffer: [B, H, L, K].
-      update: [B, H, T, K].
+      buffer: [B, H, K, L] or [B, H, L, K].
+      update: as `buffer`, but T in place of L.
       start: [B] int32; start + T < L.
+      axis: L's.
     """
-    if update.shape[0] == update.shape[2] == 1:
-        update = jnp.concatenate([update, update], axis=2)
-    return write(buffer, update, start, axis=2)
+    if update.shape[0] == update.shape[axis] == 1:
+        update = jnp.concatenate([update, update], axis)
+    return write(buffer, update, start, axis)
 
 
 def append(cache: KVCache, positions: Array) -> tuple[KVCache, Array]:

@@ -87,8 +87,8 @@ def sentence(found: dict[str, Any], alpha: float, c: float) -> str:
         )
     best = found['rows'][gamma]
     said = (
-        f'gamma = {gamma} is best: {best["tokens_per_call"]:.2f} tokens per target call, {best["speedup"]:.2f} times '
-        f'as fast as plain decoding, for {best["operations"]:.2f} times its arithmetic operations.'
+        f'gamma = {gamma} is best: {best["tokens_per_call"]:.2f} tokens per target call, {best["speedup"]:.2f} '
+        f'times as fast as plain decoding, for {best["operations"]:.2f} times its arithmetic operations.'
     )
     if gamma == len(found['rows']) - 1:
         said += ' A longer draft may be better still: raise --max_gamma.'

@@ -41,7 +41,7 @@ class TableCache:
     """Cache of a `TableModel`.
 
     Attributes:
-      own: a `KVCache` whose single layer of keys, [B, 1, L, 1] int32, holds the tokens; no values.
+      own: a `KVCache` whose single layer of values, [B, 1, L, 1] int32, holds the tokens; no keys.
       table: [B] int32, which table a row reads.
     """
 
@@ -101,19 +101,19 @@ class TableModel:
         return self.table.ndim - 2
 
     def encode(self, inputs: Inputs, num_slots: int) -> TableCache:
-        own = kv.init(1, inputs.tokens.shape[0], 1, num_slots, 1, jnp.int32).replace(values=())
+        own = kv.init(1, inputs.tokens.shape[0], 1, num_slots, 1, jnp.int32).replace(keys=())
         return TableCache(own, inputs.tokens[:, 0] % self.table.shape[0])
 
     def decode(self, tokens: Array, positions: Array, cache: TableCache) -> tuple[Array, TableCache]:
         own, start = kv.append(cache.own, positions)
-        own = own.replace(keys=(kv.write(own.keys[0], tokens[:, None, :, None], start, axis=2),))
+        own = own.replace(values=(kv.write(own.values[0], tokens[:, None, :, None], start, axis=2),))
         seen = kv.causal_mask(own, tokens.shape[1])  # [B, T, L]
 
         index = [jnp.broadcast_to(cache.table[:, None], tokens.shape)]  # [B, T] for each axis of the table
         sound = seen.sum(-1) == positions + 1
         for back in reversed(range(self.order)):
             match = seen & (own.positions[:, None] == (positions - back)[:, :, None])
-            token = jnp.where(match, own.keys[0][:, :, :, 0], 0).sum(-1)
+            token = jnp.where(match, own.values[0][:, :, :, 0], 0).sum(-1)
             before_start = positions < back
             index.append(jnp.where(before_start, self.start_id, token))
             sound &= before_start | (match.sum(-1) == 1)

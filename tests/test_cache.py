@@ -36,12 +36,14 @@ def test_written_values_take_the_buffers_dtype():
     assert written[1, 4] == jnp.bfloat16(1 / 3)
 
 
+@pytest.mark.parametrize('axis', [2, 3])
 @pytest.mark.parametrize('batch, tokens', [(1, 1), (1, 3), (2, 1), (2, 2)])
-def test_new_keys_stand_where_they_should_and_nothing_before_them_changes(batch, tokens):
+def test_new_tokens_are_written_where_they_should_be_and_nothing_before_them_changes(batch, tokens, axis):
     buffer = jnp.arange(batch * 2 * 6 * 3, dtype=jnp.float32).reshape(batch, 2, 6, 3)
     update = -1 - jnp.arange(batch * 2 * tokens * 3, dtype=jnp.float32).reshape(batch, 2, tokens, 3)
     start = jnp.array([2, 1])[:batch]
-    written = kv.write_new(buffer, update, start)
+    slots_last = lambda array: array if axis == 2 else array.swapaxes(2, 3)  # noqa: E731
+    written = slots_last(kv.write_new(slots_last(buffer), slots_last(update), start, axis))
     for row, at in enumerate(start.tolist()):
         np.testing.assert_array_equal(written[row, :, :at], buffer[row, :, :at])
         np.testing.assert_array_equal(written[row, :, at : at + tokens], update[row])
@@ -49,7 +51,8 @@ def test_new_keys_stand_where_they_should_and_nothing_before_them_changes(batch,
 
 def test_a_new_cache_is_empty_and_all_its_slots_are_hidden():
     cache = kv.init(3, 2, 4, 7, 5, jnp.bfloat16)
-    assert [array.shape for array in cache.keys + cache.values] == 6 * [(2, 4, 7, 5)]
+    assert [array.shape for array in cache.keys] == 3 * [(2, 4, 5, 7)]
+    assert [array.shape for array in cache.values] == 3 * [(2, 4, 7, 5)]
     assert cache.keys[0].dtype == jnp.bfloat16
     assert cache.num_slots == 7
     np.testing.assert_array_equal(cache.length, [0, 0])

@@ -132,7 +132,7 @@ def test_04_neither_text_nor_cache_overruns_the_limit():
         text = state.context.tokens[:, : limit + 1]  # with the start token
         np.testing.assert_array_equal(state.context.length, limit + 1)
         np.testing.assert_array_equal(state.target_cache.own.length, limit)
-        np.testing.assert_array_equal(state.target_cache.own.keys[0][:, 0, :limit, 0], text[:, :-1])
+        np.testing.assert_array_equal(state.target_cache.own.values[0][:, 0, :limit, 0], text[:, :-1])
         np.testing.assert_array_equal(
             logits, np.asarray(target.table)[np.arange(ROWS), text[:, -2], text[:, -1]]
         )

@@ -66,12 +66,17 @@ class RMSNorm(nnx.Module):
 
 
 def _by_head(x: Array, weight: Array) -> Array:
-    """x [B, T, D] by weight [D, H, K] -> [B, H, T, K].
+    """x [B, T, D] by weight [D, H, K] -> [B, T, H, K].
 
-    The small result is transposed: asked for 'bhtk' at once, XLA's CPU backend transposes the weight, in every
-    call of the decoding loop.
+    It is the small result that is transposed afterwards: asked for 'bhtk' at once, XLA's CPU backend transposes
+    the weight, in every call of the decoding loop.
     """
-    return einsum('btd,dhk->bthk', x, weight).swapaxes(1, 2)
+    return einsum('btd,dhk->bthk', x, weight)
+
+
+def _keys(projected: Array) -> Array:
+    """[B, T, H, K] -> [B, H, K, T]."""
+    return projected.transpose(0, 2, 3, 1)
 
 
 class Attention(nnx.Module):
@@ -97,22 +102,32 @@ class Attention(nnx.Module):
 
     def queries(self, x: Array) -> Array:
         """Projects x [B, T, D] to queries [B, H, T, K]."""
-        return _by_head(x, self.query[...])
+        return _by_head(x, self.query[...]).swapaxes(1, 2)
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
-        """Projects x [B, L, D] to keys and values [B, H, L, K]."""
-        return _by_head(x, self.key[...]), _by_head(x, self.value[...])
+        """Projects x [B, L, D] to keys [B, H, K, L] and values [B, H, L, K]."""
+        return _keys(_by_head(x, self.key[...])), _by_head(x, self.value[...]).swapaxes(1, 2)
 
     def project(self, x: Array) -> tuple[Array, Array, Array]:
-        """Projects x [B, T, D] to queries, keys and values [B, H, T, K], for self-attention."""
+        """Projects x [B, T, D] to queries [B, H, T, K], keys [B, H, K, T] and values [B, H, T, K]."""
         if self.fused is None:
             return self.queries(x), *self.keys_values(x)
-        projected = einsum('btd,dchk->btchk', x, self.fused[...])
-        return tuple(projected[:, :, i].swapaxes(1, 2) for i in range(3))
+        query, key, value = jnp.moveaxis(einsum('btd,dchk->btchk', x, self.fused[...]), 2, 0)
+        return query.swapaxes(1, 2), _keys(key), value.swapaxes(1, 2)
 
     def attend(self, query: Array, key: Array, value: Array, bias: Array) -> Array:
-        """From query [B, H, T, K] to key, value [B, H, L, K] under bias [B or 1, H or 1, T, L] -> [B, T, D]."""
-        scores = einsum('bhtk,bhlk->bhtl', query, key, jnp.float32)
+        """Attends to what is there.
+
+        Args:
+          query: [B, H, T, K].
+          key: [B, H, K, L].
+          value: [B, H, L, K].
+          bias: [B or 1, H or 1, T, L] float32.
+
+        Returns:
+          [B, T, D].
+        """
+        scores = einsum('bhtk,bhkl->bhtl', query, key, jnp.float32)
         weights = jax.nn.softmax(scores + bias, axis=-1).astype(query.dtype)
         context = einsum('bhtl,bhlk->bhtk', weights, value)
         return einsum('bhtk,hkd->btd', context, self.out[...])

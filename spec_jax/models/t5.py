@@ -64,7 +64,7 @@ class T5Cache:
 
     Attributes:
       own: KVCache of self-attention.
-      cross_keys: one [B, H, S, K] per layer.
+      cross_keys: one [B, H, K, S] per layer.
       cross_values: one [B, H, S, K] per layer.
       cross_bias: [B, 1, 1, S] float32, hides source padding.
     """
@@ -198,7 +198,7 @@ class T5Module(nnx.Module):
         return drop(self.encoder_norm(x))
 
     def cross(self, memory: Array) -> list[tuple[Array, Array]]:
-        """Each decoder layer's cross-attention keys and values, [B, H, S, K] twice."""
+        """Each decoder layer's cross-attention keys [B, H, K, S] and values [B, H, S, K]."""
         return [layer.cross_attention.keys_values(memory) for layer in self.decoder]
 
     def logits(self, hidden: Array) -> Array:
@@ -234,8 +234,8 @@ class T5Module(nnx.Module):
         for i, layer in enumerate(self.decoder):
 
             def store(key, value, i=i):
-                keys[i] = kv.write_new(keys[i], key, start)
-                values[i] = kv.write_new(values[i], value, start)
+                keys[i] = kv.write_new(keys[i], key, start, axis=3)
+                values[i] = kv.write_new(values[i], value, start, axis=2)
                 return keys[i], values[i]
 
             cross = cache.cross_keys[i], cache.cross_values[i]

@@ -56,11 +56,11 @@ def poison(cache):
     """Fills every slot at and behind a row's length with junk."""
     own = cache.own
     stale = jnp.arange(own.num_slots) >= own.length[:, None]  # [B, L]
-    fill = lambda array: jnp.where(stale[:, None, :, None], JUNK, array)  # noqa: E731
+    fill = lambda stale, array: jnp.where(stale, JUNK, array)  # noqa: E731
     return cache.replace(
         own=own.replace(
-            keys=tuple(map(fill, own.keys)),
-            values=tuple(map(fill, own.values)),
+            keys=tuple(fill(stale[:, None, None, :], array) for array in own.keys),
+            values=tuple(fill(stale[:, None, :, None], array) for array in own.values),
             positions=jnp.where(stale, 3, own.positions),
         )
     )
@@ -216,7 +216,7 @@ def test_cross_attention_is_projected_once(models, quick_compile):
     model = models['v1_0']
     inputs, tokens, _ = golden_example('v1_0')
     cache = encode(model, inputs, 24)
-    assert [keys.shape for keys in cache.cross_keys] == 2 * [(3, 3, 20, 4)]  # [B, H, S, K]
+    assert [keys.shape for keys in cache.cross_keys] == 2 * [(3, 3, 4, 20)]  # [B, H, K, S]
     _, later = decode(model, tokens[:, :5], jnp.tile(jnp.arange(5), (3, 1)), cache)
     for name in ('cross_keys', 'cross_values', 'cross_bias'):
         jax.tree.map(np.testing.assert_array_equal, getattr(later, name), getattr(cache, name))
