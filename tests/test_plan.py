@@ -1,5 +1,10 @@
 """The calculator against the paper's Tables 1 and 2."""
 
+import pathlib
+import subprocess
+import sys
+from functools import partial
+
 import pytest
 
 from spec_jax import plan
@@ -53,3 +58,14 @@ def test_a_best_gamma_at_the_edge_says_that_longer_may_be_better():
 def test_bad_input(change, message):
     with pytest.raises(ValueError, match=message):
         plan.plan(**(dict(alpha=0.5, c=0.1, c_hat=0.1, max_gamma=3) | change))
+
+
+def test_the_script_prints_and_draws(tmp_path):
+    script = [sys.executable, pathlib.Path(__file__).parents[1] / 'scripts/plan.py', '--alpha=.8', '--c=.05']
+    run = partial(subprocess.run, capture_output=True, text=True)
+    done = run([*script, f'--plot={tmp_path / "plan.png"}'])
+    assert done.returncode == 0, done.stderr
+    assert '|   7 |' in done.stdout and 'gamma = 8 is best' in done.stdout
+    assert (tmp_path / 'plan.png').read_bytes().startswith(b'\x89PNG')
+    done = run([*script, f'--plot={tmp_path / "plan.txt"}'])
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith('error: plot: expected a name in .png')

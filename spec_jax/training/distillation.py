@@ -88,23 +88,28 @@ def distill(
         ),
     )
     batches = data.bucket_batches([sequences[row] for row in rows], batch_size, max_source_length)
-    sampling, key = SamplingConfig(temperature=temperature), jax.random.key(seed)
     with tqdm(total=len(rows), initial=len(journal.records), unit=' sentences', smoothing=0.05) as bar:
-        # Longest first: memory runs out at once or never, and the time that is left is not flattered.
-        for batch in reversed(list(batches)):
-            batch_rows = [rows[n] for n in batch.rows[: batch.num_real]]
-            if journal.records.keys() >= set(batch_rows):
-                continue
-            if stop():
-                break
-            new = evaluation.translate(target, tokenizer, batch, sampling, key)
-            journal.add(batch_rows, [dataclasses.asdict(one) for one in new])
-            bar.update(len(journal.records) - bar.n)
+        sampling, key = SamplingConfig(temperature=temperature), jax.random.key(seed)
+        _fill(journal, target, tokenizer, list(batches), rows, sampling, key, bar, stop)
     finished = len(journal.records) == len(rows)
     tsv = workdir / 'distilled.tsv' if finished else None
     counts = write_pairs(tsv, sources, _translations(journal))
     counts.update(sources=len(sources), too_long=len(sources) - len(rows), tsv=tsv and str(tsv))
     return counts
+
+
+def _fill(journal, target, tokenizer, batches, rows, sampling, key, bar, stop) -> None:
+    """Translates what the journal lacks. Rows of a batch count within `rows`."""
+    # Longest first: memory runs out at once or never, and the time that is left is not flattered.
+    for batch in reversed(batches):
+        batch_rows = [rows[n] for n in batch.rows[: batch.num_real]]
+        if journal.records.keys() >= set(batch_rows):
+            continue
+        if stop():
+            return
+        new = evaluation.translate(target, tokenizer, batch, sampling, key)
+        journal.add(batch_rows, [dataclasses.asdict(one) for one in new])
+        bar.update(len(journal.records) - bar.n)
 
 
 def _translations(journal: Journal) -> dict[int, evaluation.Translation]:
