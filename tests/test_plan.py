@@ -68,4 +68,6 @@ def test_the_script_prints_and_draws(tmp_path):
     assert '|   7 |' in done.stdout and 'gamma = 8 is best' in done.stdout
     assert (tmp_path / 'plan.png').read_bytes().startswith(b'\x89PNG')
     done = run([*script, f'--plot={tmp_path / "plan.txt"}'])
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith('error: plot: expected a name in .png')
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(
+        'error: plot: expected a name in .png'
+    )
