@@ -35,8 +35,14 @@ def get_config() -> ConfigDict:
             lenience=1.0,  # below 1 drafts pass more easily: LOSSY
             seed=0,
             data=dict(
-                path=str(demo.SENTENCES), format='', prefix='', limit=0
-            ),  # format '' goes by the suffix
+                path=str(demo.SENTENCES),  # a file, or a data set: hf:NAME/CONFIG:SPLIT
+                format='',  # goes by the suffix
+                prefix='',
+                limit=0,  # the first so many lines; 0 takes all
+                source_key='source',  # of jsonl and data sets; dots lead inwards: translation.en
+                target_key='target',
+                target_path='',  # of parallel text: a file of references, line by line
+            ),
             compare=False,
             repeats=3,  # timed runs of a batch, of which the median counts
             alpha=dict(  # of scripts/measure_alpha.py
@@ -44,6 +50,16 @@ def get_config() -> ConfigDict:
                 temperatures='0,1',
                 tokens=10_000,  # at each temperature; 0 takes all lines
                 batch_size=16,
+            ),
+            benchmark=dict(  # of scripts/benchmark.py, around the first draft at gamma, temperature and batch_size
+                drafts='model,bigram,unigram,prompt_lookup',
+                temperatures='0,1',
+                gammas='2,4,7',
+                batch_sizes='1,2,4,8',
+                every_combination=False,  # of the four lists, in place of one axis at a time
+                lines=40,  # where data.limit is 0
+                task='EnDe',  # of the paper, or CNN/DM: whose figures stand beside ours
+                metric='bleu',  # or 'rouge'
             ),
             verify=dict(  # of scripts/verify.py
                 rule=True,  # False leaves the accept/resample rule itself out

@@ -19,6 +19,7 @@ import numpy as np
 
 FORMATS = ('text', 'tsv', 'jsonl')
 PAD_ID = 0  # T5's padding, which is also the decoder's start token
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def read_examples(
       path: `.tsv` is source, tab, target (or source alone); `.jsonl` one object a line; anything else one
         source a line. A further `.gz` is unpacked. Empty lines are kept, as empty sources.
       format: 'text', 'tsv' or 'jsonl', where the suffix does not say it.
-      source_key: the key of the source in a jsonl object.
-      target_key: the key of the target; an object without it is a source alone.
+      source_key: the key of the source in a jsonl object; dots lead inwards, as in 'translation.en'.
+      target_key: the key of the target, as well; an object without it is a source alone.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -94,6 +95,31 @@ def read_examples(
     if format == 'tsv':
         return [_parse_tsv(*line) for line in zip(lines, places, strict=True)]
     return [_parse_jsonl(*line, source_key, target_key) for line in zip(lines, places, strict=True)]
+
+
+def add_targets(examples: Sequence[Example], path: str | Path, sources: str | Path) -> list[Example]:
+    """Gives line n of a second file, UTF-8 text, gzipped or not, to source n: parallel text.
+
+    Args:
+      examples: sources alone.
+      path: of the targets.
+      sources: the file that the examples came from, for the error's sake.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: `examples` have targets, the files differ in length, or this one is none (`read_examples`).
+    """
+    if any(example.target is not None for example in examples):
+        raise ValueError(
+            f'{sources}: expected sources alone beside {path}; got targets too: name one of them'
+        )
+    lines = _read_lines(str(path))
+    if len(lines) != len(examples):
+        raise ValueError(
+            f'{path}: expected {len(examples)} lines, one for each of {sources}; got {len(lines)}: check that the '
+            'two belong together'
+        )
+    return [Example(example.source, line) for example, line in zip(examples, lines, strict=True)]
 
 
 def _read_lines(name: str) -> list[str]:
@@ -138,14 +164,46 @@ def _parse_jsonl(line: str, where: str, source_key: str, target_key: str) -> Exa
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise ValueError(f'{where}: expected a JSON object; got a {kind}: write {{"{source_key}": "..."}}')
-    if source_key not in record:
-        keys = ', '.join(map(repr, record)) or 'none'
+    return example_from(record, where, source_key, target_key)
+
+
+def example_from(record: dict, where: str, source_key: str, target_key: str) -> Example:
+    """The example in an object of keys; a target that is missing or null is none.
+
+    Args:
+      record: of a line or a row, parsed.
+      where: what an error begins with.
+      source_key, target_key: as for `read_examples`.
+
+    Raises:
+      ValueError: it has no source, or one or a target that is not text.
+    """
+    source, target = _look_up(record, source_key), _look_up(record, target_key)
+    if source is _MISSING:
+        keys = ', '.join(map(repr, _all_keys(record))) or 'none'
         raise ValueError(f'{where}: expected the key {source_key!r}; got {keys}: choose one by source_key')
-    source, target = record[source_key], record.get(target_key)
+    target = None if target is _MISSING else target
     for key, value in ((source_key, source), (target_key, '' if target is None else target)):
         if not isinstance(value, str):
             raise ValueError(f'{where}: expected text for {key!r}; got {value!r:.40}: write a string')
     return Example(source, target)
+
+
+def _look_up(record: dict, key: str):
+    """The value of a key, or of 'outer.inner' within; `_MISSING` where there is none."""
+    if key in record:
+        return record[key]
+    outer, _, inner = key.partition('.')
+    return _look_up(record[outer], inner) if inner and isinstance(record.get(outer), dict) else _MISSING
+
+
+def _all_keys(record: dict, outer: str = '') -> Iterator[str]:
+    """Keys as `_look_up` takes them."""
+    for key, value in record.items():
+        if isinstance(value, dict):
+            yield from _all_keys(value, f'{outer}{key}.')
+        else:
+            yield f'{outer}{key}'
 
 
 def encode_sources(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from spec_jax import analysis, data, timing
+from spec_jax import analysis, data, hub_data, timing
 from spec_jax.decoding import MAX_GAMMA, generate, plain_generate
 from spec_jax.drafters.base import Drafter
 from spec_jax.journal import Journal
@@ -133,15 +133,15 @@ def load(config: ConfigDict, settings: Settings, default_limit: int | None = Non
     """Reads the data, the target and its tokenizer.
 
     Args:
-      config: with `target`, `dtype`, `data`, `max_source_length` and `on_long`.
+      config: with `target`, `dtype`, `max_source_length`, `on_long` and `data`: `path` is a file
+        (`data.read_examples`) or a data set (`hub_data`), `target_path` parallel text (`data.add_targets`).
       settings: of `settings_from`.
       default_limit: how many lines to take where `data.limit` is 0; None for all.
 
     Raises:
-      FileNotFoundError, ValueError: a file or a model is missing, damaged or unfit.
+      OSError, ValueError: a file, a data set or a model is missing, damaged or unfit.
     """
-    examples = data.read_examples(config.data.path, config.data.format or None)
-    examples = examples[: config.data.limit or default_limit]
+    examples = _read(config.data, config.data.limit or default_limit)
     tokenizer = load_tokenizer(config.target)
     target = load_t5(config.target, config.dtype).for_decoding()
     sources, num_truncated = data.encode_sources(
@@ -155,6 +155,20 @@ def load(config: ConfigDict, settings: Settings, default_limit: int | None = Non
     return Job(examples, sources, num_truncated, tokenizer, target, settings)
 
 
+def _read(where: ConfigDict, limit: int | None) -> list[data.Example]:
+    """The lines that a config's `data` section names; old recipes lack the three keys that have defaults here."""
+    keys = dict(source_key=where.get('source_key', 'source'), target_key=where.get('target_key', 'target'))
+    target_path = where.get('target_path', '')
+    if not hub_data.is_named(where.path):
+        examples = data.read_examples(where.path, where.format or None, **keys)
+        return (data.add_targets(examples, target_path, where.path) if target_path else examples)[:limit]
+    if target_path:
+        raise ValueError(
+            f'data.target_path: expected none beside a data set; got {target_path}: use data.target_key'
+        )
+    return hub_data.read_dataset(where.path, **keys, limit=limit)
+
+
 @dataclasses.dataclass
 class Decoded:
     """Results by line.
@@ -164,12 +178,19 @@ class Decoded:
       seconds: decoding time of all batches, prefill and compilation excluded; None if not measured.
       prefill_seconds: encoding time of all batches; None if not measured.
       stats: summed counts.
+      compile_seconds: what the first run of each shape took beyond a later one; None if not measured. Next to
+        nothing for a program that was compiled before.
+      batch_seconds: `seconds` by batch; empty if not measured.
+      batch_stats: counts by batch, arrays by row as of `Output`; empty if not measured.
     """
 
     ids: list[np.ndarray]
     stats: Stats
     seconds: float | None = None
     prefill_seconds: float | None = None
+    compile_seconds: float | None = None
+    batch_seconds: list[float] = dataclasses.field(default_factory=list)
+    batch_stats: list[Stats] = dataclasses.field(default_factory=list)
 
 
 Program = Callable[[Inputs, jax.Array], Output]
@@ -272,16 +293,17 @@ def compare(
     there is one, takes `TIMER_SAMPLES` samples, spread over the run.
     """
     every = _some_batches(sources, settings)
-    results = {name: Decoded([np.zeros(0, np.int32)] * len(sources), None, 0.0, 0.0) for name in programs}
-    parts: dict[str, list[Stats]] = {name: [] for name in programs}
+    nothing = [np.zeros(0, np.int32)] * len(sources)
+    results = {name: Decoded(list(nothing), None, 0.0, 0.0, 0.0) for name in programs}
     prefill: dict[Any, float] = {}
     due = set(np.linspace(0, len(every) - 1, TIMER_SAMPLES).astype(int).tolist())
     for number, (batch, inputs, keys) in enumerate(progress(every)):
         shape = inputs.tokens.shape
         finished = Inputs(inputs.tokens, jnp.zeros_like(inputs.mask))
+        first: dict[str, float] = {}
         for name, program in programs.items():
             if (name, shape) not in prefill:
-                program(inputs, keys)
+                first[name] = _seconds(program, inputs, keys)[0]
                 prefill[name, shape] = median(
                     _seconds(program, finished, keys)[0] for _ in range(2 * repeats + 3)
                 )
@@ -290,16 +312,19 @@ def compare(
             for name, program in programs.items():
                 runs[name].append(_seconds(program, inputs, keys))
         for name, result in results.items():
+            taken = median(seconds for seconds, _ in runs[name])
+            result.compile_seconds += max(first.get(name, taken) - taken, 0.0)
             result.prefill_seconds += prefill[name, shape]
-            result.seconds += median(seconds for seconds, _ in runs[name]) - prefill[name, shape]
+            result.batch_seconds.append(taken - prefill[name, shape])
+            result.seconds += result.batch_seconds[-1]
             output = runs[name][0][1]
-            parts[name].append(jax.tree.map(np.asarray, output.stats))
+            result.batch_stats.append(jax.tree.map(np.asarray, output.stats))
             for line, ids in ids_by_line(batch, output).items():
                 result.ids[line] = ids
         if timer is not None and number in due:
             timer.measure()
-    for name, result in results.items():
-        result.stats = analysis.add_stats(parts[name])
+    for result in results.values():
+        result.stats = analysis.add_stats(result.batch_stats)
     return results
 
 

@@ -24,6 +24,8 @@ from spec_jax.models.base import Model, read_block
 from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys, split_rows
 from spec_jax.types import Inputs
 
+_prefill = jit(prefill, static_argnames=('gamma', 'max_new_tokens'))
+_start_plain = jit(start_plain, static_argnames='max_new_tokens')
 _STEPS = 24  # calls a measurement; the caches hold about half a typical output on average
 
 
@@ -99,12 +101,8 @@ class StepTimer:
         """
         self.steps, self.gamma = max(1, min(_STEPS, max_new_tokens - 1)), gamma
         keys = row_keys(jax.random.key(0), range(inputs.tokens.shape[0]))
-        speculative = jit(prefill, static_argnames=('gamma', 'max_new_tokens'))(
-            target, drafter, inputs, keys, gamma=gamma, max_new_tokens=max_new_tokens
-        )
-        plain = jit(start_plain, static_argnames='max_new_tokens')(
-            target, inputs, keys, max_new_tokens=max_new_tokens
-        )
+        speculative = _prefill(target, drafter, inputs, keys, gamma=gamma, max_new_tokens=max_new_tokens)
+        plain = _start_plain(target, inputs, keys, max_new_tokens=max_new_tokens)
         how = dict(sampling=sampling, steps=self.steps)
         self.programs = dict(
             plain_step=partial(_plain_steps, target, plain, max_new_tokens=max_new_tokens, **how),

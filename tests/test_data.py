@@ -82,6 +82,39 @@ def test_the_format_and_the_keys_can_be_given(tmp_path):
     assert examples == [Example('long', 'short')]
 
 
+def test_keys_lead_inwards(tmp_path):
+    rows = [
+        {'translation': {'en': 'Hi.', 'de': 'Hallo.'}},
+        {'translation': {'en': 'Go.'}, 'translation.de': 'x'},
+    ]
+    path = write(tmp_path / 'a.jsonl', '\n'.join(map(json.dumps, rows)))
+    examples = data.read_examples(path, source_key='translation.en', target_key='translation.de')
+    assert examples == [Example('Hi.', 'Hallo.'), Example('Go.', 'x')]  # a key that has a dot comes first
+    with pytest.raises(ValueError, match="expected the key 'en'; got 'translation.en', 'translation.de'"):
+        data.read_examples(path, source_key='en')
+    with pytest.raises(ValueError, match="line 1: expected text for 'translation'; got {'en': 'Hi.'"):
+        data.read_examples(path, source_key='translation')
+
+
+@pytest.mark.parametrize('zipped', [False, True])
+def test_parallel_text(tmp_path, zipped):
+    content = b'Eins.\r\n\nDrei\tund mehr.\n'
+    path = write(tmp_path / ('a.de.gz' if zipped else 'a.de'), gzip.compress(content) if zipped else content)
+    sources = [Example('One.'), Example(''), Example('Three.')]
+    assert data.add_targets(sources, path, 'a.en') == [
+        Example('One.', 'Eins.'),
+        Example('', ''),
+        Example('Three.', 'Drei\tund mehr.'),
+    ]
+    message = 'expected 2 lines, one for each of a.en; got 3: check that the two belong together'
+    with pytest.raises(ValueError, match=f'{path}: {message}'):
+        data.add_targets(sources[:2], path, 'a.en')
+    with pytest.raises(ValueError, match='a.tsv: expected sources alone beside .*; got targets too'):
+        data.add_targets([Example('One.', 'Uno.')], path, 'a.tsv')
+    with pytest.raises(FileNotFoundError, match='none.de, which does not exist'):
+        data.add_targets(sources, tmp_path / 'none.de', 'a.en')
+
+
 def test_standard_input(monkeypatch):
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO('Hi.\tGrüß Gott!\n'.encode())))
     assert data.read_examples('-', 'tsv') == [Example('Hi.', 'Grüß Gott!')]

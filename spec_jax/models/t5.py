@@ -185,8 +185,8 @@ class T5Module(nnx.Module):
         self.decoder_bias = RelativeBias(config, bidirectional=False, rngs=rngs)
         self.decoder = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.num_decoder_layers)])
         self.decoder_norm = RMSNorm(config.d_model, config.epsilon)
-        head = config.d_model**-0.5 * jax.random.normal(rngs.params(), (config.d_model, config.vocab_size))
-        self.head = None if config.tied_head else nnx.Param(head)  # [D, V]
+        head = config.d_model**-0.5 * jax.random.normal(rngs.params(), (config.vocab_size, config.d_model))
+        self.head = None if config.tied_head else nnx.Param(head.T)  # [D, V]
 
     def encode(self, source: Array, mask: Array, dtype, drop=lambda x: x) -> Array:
         """source [B, S] int32, mask [B, S] bool -> memory [B, S, D]."""

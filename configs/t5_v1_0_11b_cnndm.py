@@ -1,0 +1,41 @@
+"""T5 v1.0 11B, the public multi-task weights, on CNN/DailyMail; t5-small, -base or -large drafts.
+
+python scripts/benchmark.py --config=configs/t5_v1_0_11b_cnndm.py:small --workdir=W
+
+Weights: google-t5/t5-11b and google-t5/t5-small, -base or -large. Pickles are refused: a model of which the hub has
+no safetensors has to be converted once, and its folder named by --config.target.
+Chip: 32 GB or more (TPU v4 or v6e): 23 GB of weights in bfloat16, and 1.6 MB of cache a position.
+Time: about 40 minutes on a TPU v4, after the download, were a plain step 10 ms (reading the weights takes 9.5):
+50 summaries of about 75 tokens, both ways, 3 times, in about 9 cells that take a minute each to compile.
+Expected, not measured: Theorem 3.8 with the paper's alpha and c, which are of other weights, its own fine-tuned T5
+v1.1 XXL and drafts. What these weights have, scripts/measure_alpha.py measures.
+
+    draft  T  gamma  alpha  c    speed-up
+    small  0  5      .65    .02  2.40
+    base   0  5      .73    .04  2.62
+    large  0  3      .74    .11  2.02
+    small  1  5      .53    .02  1.89
+    base   1  3      .55    .04  1.80
+    large  1  3      .56    .11  1.54
+
+At T = 1 give --config.temperature=1 and the gamma of the table.
+"""
+
+from pathlib import Path
+from runpy import run_path
+
+from ml_collections import ConfigDict
+
+GAMMA = dict(small=5, base=5, large=3)  # at temperature 0
+
+
+def get_config(draft='small') -> ConfigDict:
+    if draft not in GAMMA:
+        raise ValueError(f'expected one of {", ".join(GAMMA)} behind the colon; got {draft!r}')
+    t5_pair = run_path(Path(__file__).with_name('t5_pair.py'))['get_config']
+    drafts = [f'model=google-t5/t5-{size}' for size in (draft, *sorted(GAMMA.keys() - {draft}))]
+    config = t5_pair('cnndm', 'google-t5/t5-11b', f'google-t5/t5-{draft}', GAMMA[draft])
+    config.alpha.drafts = config.benchmark.drafts = ','.join([*drafts, 'prompt_lookup'])
+    config.alpha.batch_size = config.verify.rows = 4  # its 128 heads make a cache four times XXL's
+    config.benchmark.batch_sizes = '1,2,4'
+    return config

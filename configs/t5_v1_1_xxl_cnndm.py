@@ -1,0 +1,38 @@
+"""The paper's pair on CNN/DailyMail: T5 v1.1 XXL with small, base or large, as you have tuned them.
+
+python scripts/benchmark.py --config=configs/t5_v1_1_xxl_cnndm.py:small --workdir=W \
+    --config.target=XXL_FOLDER --config.draft.path=SMALL_FOLDER
+
+Weights: yours. Of v1.1 only pretrained weights are public (google/t5-v1_1-*), which neither translate nor
+summarize; the paper's own never were.
+Chip: 32 GB or more (the paper's was a TPU v4): 22 GB of weights in bfloat16, and .4 MB of cache a position.
+Time: about 40 minutes on a TPU v4 were a plain step 10 ms (reading the weights takes 9.3):
+50 summaries of about 75 tokens, both ways, 3 times, in about 9 cells that take a minute each to compile.
+Expected, not measured: Theorem 3.8 with the paper's alpha and c (its Tables 2 and 4).
+
+    draft  T  gamma  alpha  c    speed-up
+    small  0  5      .65    .02  2.40
+    base   0  5      .73    .04  2.62
+    large  0  3      .74    .11  2.02
+    small  1  5      .53    .02  1.89
+    base   1  3      .55    .04  1.80
+    large  1  3      .56    .11  1.54
+
+At T = 1 give --config.temperature=1 and the gamma of the table; for more drafts
+--config.benchmark.drafts=model=SMALL_FOLDER,model=BASE_FOLDER.
+"""
+
+from pathlib import Path
+from runpy import run_path
+
+from ml_collections import ConfigDict
+
+GAMMA = dict(small=5, base=5, large=3)  # at temperature 0
+
+
+def get_config(draft='small') -> ConfigDict:
+    if draft not in GAMMA:
+        raise ValueError(f'expected one of {", ".join(GAMMA)} behind the colon; got {draft!r}')
+    t5_pair = run_path(Path(__file__).with_name('t5_pair.py'))['get_config']
+    folders = (f'./t5_v1_1_{size}_cnndm' for size in ('xxl', draft))  # name yours on the command line
+    return t5_pair('cnndm', *folders, GAMMA[draft])

@@ -1,0 +1,171 @@
+"""Speed, acceptance and quality over drafts, temperatures, draft lengths and batch sizes, beside theory and paper.
+
+    python scripts/benchmark.py --config=configs/demo_ende.py --workdir=W \
+        --config.benchmark.drafts=model,bigram,my_draft.py:build --config.benchmark.gammas=2,4,8
+
+One axis at a time is varied around the first draft at the config's temperature, gamma and batch size; see the
+section `benchmark` of the config. Leaves W/report.json, W/report.md, W/gamma.png, W/accepted.png,
+W/batch_size.png, W/alpha.png and W/cells.jsonl, which keeps the cells measured: stopped and started again, or with
+entries added to the lists, it measures what is missing. Remove that file to measure anew.
+"""
+
+import dataclasses
+import pathlib
+import zlib
+from functools import partial
+
+import jax
+from absl import flags
+from tqdm import tqdm
+
+from spec_jax import benchmark, benchmark_report, cli, pipeline, report
+from spec_jax.drafters.build import build_named
+from spec_jax.journal import Journal
+
+_CONFIG = cli.define_config()
+_WORKDIR = flags.DEFINE_string(
+    'workdir', None, 'Folder for the report, its tables, its plots and the cells measured.', required=True
+)
+_RECORD_VERSION = 1  # raised when the figures of a cell change their names or meanings
+_ELSEWHERE = ('draft', 'gamma', 'temperature', 'batch_size', 'compare', 'alpha', 'verify', 'benchmark')
+
+
+def main(_):
+    config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
+    base, cells = _cells(config)
+    settings = base.settings(_settings(config))
+    job = pipeline.load(config, settings, default_limit=config.benchmark.lines)
+    drafters = {
+        draft: build_named(draft, config.draft, job.target, job.tokenizer, config.dtype)
+        for draft in dict.fromkeys(cell.draft for cell in cells)
+    }
+    if cut := job.truncation():
+        print(cut)
+    job = dataclasses.replace(job, settings=pipeline.one_width(job.settings, job.sources))
+
+    journal = Journal.open(workdir / 'cells.jsonl', _run(config, job))
+    identity = partial(_identity, config)
+    due = benchmark.missing(cells, journal, identity)
+    print(
+        f'{len(job.sources)} lines, {len(cells)} cells, {len(cells) - len(due)} of them measured before; compiling '
+        'takes the greater part of a small sweep',
+        flush=True,
+    )
+    numbers = {cell: f'{number}/{len(due)}' for number, cell in enumerate(due, 1)}
+
+    def measure(cell):
+        progress = partial(tqdm, unit='batch', dynamic_ncols=True, desc=f'{numbers[cell]} {cell}')
+        return benchmark.measure(
+            cell,
+            job,
+            drafters[cell.draft],
+            metric=config.benchmark.metric,
+            repeats=config.repeats,
+            progress=progress,
+        )
+
+    _write(workdir, benchmark.sweep(cells, measure, journal, identity), base, config, job)
+
+
+def _write(workdir, rows, base, config, job):
+    facts = _facts(config, job, rows)
+    task, weights = config.benchmark.task, facts['weights']
+    report.write_text(workdir / 'report.md', benchmark_report.markdown(rows, base, task, weights, facts))
+    title = f'{pathlib.Path(config.target).name} on {pathlib.Path(config.data.path).name}'
+    figures = benchmark_report.pictures(rows, base, title)
+    for name, figure in figures.items():
+        figure.savefig(workdir / name, dpi=150)
+    said = benchmark_report.sentences(rows, base)
+    (own,) = benchmark_report.around(rows, base)
+    shared = {key: own[key] for key in report.KEYS if key in own}
+    greedy = [row['greedy_match'] for row in rows if row['greedy_match'] is not None]
+    shared |= dict(greedy_match=min(greedy, default=None))
+    paper = {f'{size}, T = {T}': found for (size, T), found in benchmark_report.PAPER[task].items()}
+    figures_of_run = dict(base=dataclasses.asdict(base), cells=rows, conclusions=said, measured_on=facts)
+    report.write_report(workdir, shared | figures_of_run | dict(paper={task: paper}), config)
+    print('\n' + benchmark_report.screen_table(rows))
+    print('\n' + '\n'.join(said))
+    print(f'\n{weights}')
+    names = ', '.join(figures)
+    print(f'tables: {workdir / "report.md"}   figures: {workdir / "report.json"}   plots: {names}')
+
+
+def _facts(config, job, rows):
+    """What a reader of the tables has to know."""
+    device, drafts = jax.devices()[0], ', '.join(dict.fromkeys(row['draft'] for row in rows))
+    seconds = {name: sum(row['compile_seconds'][name] for row in rows) for name in ('plain', 'speculative')}
+    return {
+        'weights': f'Target {config.target}, drafts {drafts} (draft: {config.draft.to_dict()}), '
+        f'on {device.platform}: {device.device_kind}, {config.dtype}.',
+        'data': f'{config.data.path}, {len(job.sources)} lines, prefix {config.data.prefix!r}, '
+        f'{job.num_truncated} sources cut to {config.max_source_length} tokens; all padded to '
+        f'{job.settings.max_source_length}',
+        'decoding': f'at most {config.max_new_tokens} tokens, top_k {config.top_k}, top_p {config.top_p:g}, seed '
+        f'{config.seed}, {config.repeats} runs of each batch, of which the median counts',
+        'software': f'jax {jax.__version__}',
+        'seconds': f'{sum(row["seconds"] for row in rows):.0f} for {len(rows)} cells; of these, compiling took '
+        f'{seconds["plain"]:.0f} for the plain decoder and {seconds["speculative"]:.0f} for the speculative one',
+    }
+
+
+def _run(config, job):
+    """What all cells depend on."""
+    run = {name: value for name, value in config.to_dict().items() if name not in _ELSEWHERE}
+    device = jax.devices()[0]
+    return run | dict(
+        sources=zlib.crc32(b''.join(ids.tobytes() for ids in job.sources)),
+        device=f'{device.platform}: {device.device_kind}',
+        metric=config.benchmark.metric,
+        version=_RECORD_VERSION,
+    )
+
+
+def _identity(config, cell):
+    """What one cell depends on: its values, how drafts are made, and the content of a user's own file."""
+    settings = {name: value for name, value in config.draft.to_dict().items() if name != 'kind'}
+    file = pathlib.Path(cell.draft.rpartition(':')[0])
+    own = zlib.crc32(file.read_bytes()) if ':' in cell.draft.partition('=')[0] else 0
+    return repr([dataclasses.astuple(cell), sorted(settings.items()), own])
+
+
+def _settings(config):
+    settings = pipeline.settings_from(config)
+    if settings.lenience < 1:
+        raise ValueError(
+            f'lenience: expected 1, got {settings.lenience:g}; only exact decoding is held beside the theory'
+        )
+    return settings
+
+
+def _cells(config):
+    """The cell at the centre, and all cells."""
+    if 'benchmark' not in config:
+        raise ValueError('config: expected a section `benchmark`, as in configs/demo_ende.py; got none')
+    sweep = config.benchmark
+    if sweep.lines < 1:
+        raise ValueError(f'benchmark.lines: expected an integer >= 1, got {sweep.lines}')
+    if sweep.task not in benchmark_report.PAPER:
+        raise ValueError(
+            f'benchmark.task: expected one of {", ".join(benchmark_report.PAPER)}; got {sweep.task!r}'
+        )
+    benchmark.check_metric(sweep.metric)
+    drafts = [entry.strip() for entry in sweep.drafts.split(',')]
+    axes = _numbers(sweep, 'temperatures', float), _numbers(sweep, 'gammas', int)
+    axes += (_numbers(sweep, 'batch_sizes', int),)
+    base = benchmark.Cell(drafts[0], float(config.temperature), config.gamma, config.batch_size)
+    choose = benchmark.every_combination if sweep.every_combination else benchmark.one_axis_at_a_time
+    return base, choose(base, drafts, *axes)
+
+
+def _numbers(sweep, name, kind):
+    try:
+        return [kind(text) for text in str(sweep[name]).split(',')]
+    except ValueError as error:
+        what = 'integers' if kind is int else 'numbers'
+        raise ValueError(
+            f'benchmark.{name}: expected {what}, separated by commas; got {sweep[name]!r}'
+        ) from error
+
+
+if __name__ == '__main__':
+    cli.run(main)
