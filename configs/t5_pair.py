@@ -28,6 +28,16 @@ BENCHMARK = dict(
     wmt_ende=dict(task='EnDe', metric='bleu', gammas='3,5,7', lines=100),
     cnndm=dict(task='CNN/DM', metric='rouge', gammas='1,3,5', lines=50),
 )
+# The paper's draft lengths at temperature 0 (Table 2), by draft.
+GAMMA = dict(wmt_ende=dict(small=7, base=7, large=7), cnndm=dict(small=5, base=5, large=3))
+
+
+def paper_pair(task, target, draft, name) -> ConfigDict:
+    """`target` and `draft` are sizes, `name` a folder or a hub id with {} in the size's place."""
+    gammas = GAMMA[task]
+    if draft not in gammas:
+        raise ValueError(f'expected one of {", ".join(gammas)} behind the colon; got {draft!r}')
+    return get_config(task, name.format(target), name.format(draft), gammas[draft])
 
 
 def get_config(task='wmt_ende', target='./target', draft='./draft', gamma=5) -> ConfigDict:

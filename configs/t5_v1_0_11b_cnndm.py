@@ -26,15 +26,12 @@ from runpy import run_path
 
 from ml_collections import ConfigDict
 
-GAMMA = dict(small=5, base=5, large=3)  # at temperature 0
-
 
 def get_config(draft='small') -> ConfigDict:
-    if draft not in GAMMA:
-        raise ValueError(f'expected one of {", ".join(GAMMA)} behind the colon; got {draft!r}')
-    t5_pair = run_path(Path(__file__).with_name('t5_pair.py'))['get_config']
-    drafts = [f'model=google-t5/t5-{size}' for size in (draft, *sorted(GAMMA.keys() - {draft}))]
-    config = t5_pair('cnndm', 'google-t5/t5-11b', f'google-t5/t5-{draft}', GAMMA[draft])
+    t5_pair = run_path(Path(__file__).with_name('t5_pair.py'))
+    config = t5_pair['paper_pair']('cnndm', '11b', draft, 'google-t5/t5-{}')
+    sizes = draft, *sorted(t5_pair['GAMMA']['cnndm'].keys() - {draft})
+    drafts = [f'model=google-t5/t5-{size}' for size in sizes]
     config.alpha.drafts = config.benchmark.drafts = ','.join([*drafts, 'prompt_lookup'])
     config.alpha.batch_size = config.verify.rows = 4  # its 128 heads make a cache four times XXL's
     config.benchmark.batch_sizes = '1,2,4'

@@ -27,12 +27,8 @@ from runpy import run_path
 
 from ml_collections import ConfigDict
 
-GAMMA = dict(small=7, base=7, large=7)  # at temperature 0
-
 
 def get_config(draft='small') -> ConfigDict:
-    if draft not in GAMMA:
-        raise ValueError(f'expected one of {", ".join(GAMMA)} behind the colon; got {draft!r}')
-    t5_pair = run_path(Path(__file__).with_name('t5_pair.py'))['get_config']
-    folders = (f'./t5_v1_1_{size}_wmt_ende' for size in ('xxl', draft))  # name yours on the command line
-    return t5_pair('wmt_ende', *folders, GAMMA[draft])
+    t5_pair = run_path(Path(__file__).with_name('t5_pair.py'))
+    # Name your folders on the command line.
+    return t5_pair['paper_pair']('wmt_ende', 'xxl', draft, './t5_v1_1_{}_wmt_ende')

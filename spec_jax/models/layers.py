@@ -84,7 +84,7 @@ class Attention(nnx.Module):
 
     Scores are not divided by sqrt(K): T5 folds that into the initialisation. Weights are stored
     by head, so that no call has to transpose them; those of query, key and value apart, as training wants
-    them, or as one where `fused`, for decoding: one product of three times the size takes 40% less time.
+    them, or as one where `fused`, for decoding: one product of three times the size takes a third less time.
     """
 
     def __init__(self, width: int, num_heads: int, head_dim: int, *, fused: bool = False, rngs: nnx.Rngs):

@@ -286,7 +286,7 @@ class T5:
         """The same model with its weights laid out for the decoding loop; not to be trained or saved.
 
         A head that is the embedding becomes a copy laid out [D, V]: by the embedding's own [V, D], the product over
-        several rows takes two to three times as long on CPU. Query, key and value of the decoder's self-attention
+        several rows takes up to twice as long on CPU. Query, key and value of the decoder's self-attention
         become one product.
         """
         if self.config.fused:
