@@ -6,7 +6,7 @@ translates the 200 shipped sentences; --config.data.path=FILE translates
 a file of yours, and --config.compare=True decodes it both ways and measures the speed-up.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 from spec_jax import demo
 
@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
                 min_ngram=1,  # and the fewest
             ),
             dtype='float32',
-            gamma=4,
+            gamma=FieldReference(4, field_type=object),  # or auto: measured on a few lines
             batch_size=1,
             max_new_tokens=128,
             max_source_length=128,

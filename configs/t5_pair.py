@@ -8,7 +8,7 @@ The data come from the hub (pip install 'datasets>=4'), or from files of yours:
     --config.data.path=test.jsonl, with the keys that stand below
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 DATA = dict(
     wmt_ende=dict(
@@ -48,7 +48,7 @@ def get_config(task='wmt_ende', target='./target', draft='./draft', gamma=5) -> 
             target=target,
             draft=dict(kind='model', path=draft, counts='', order=3, max_ngram=3, min_ngram=1),
             dtype='bfloat16',  # float32 on a CPU
-            gamma=gamma,
+            gamma=FieldReference(gamma, field_type=object),  # or auto: measured on a few lines
             batch_size=1,
             max_new_tokens=128,
             max_source_length=512,  # what T5 was trained with; longer sources are cut and counted

@@ -18,7 +18,7 @@ import jax
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax import benchmark, benchmark_report, cli, pipeline, report
+from spec_jax import auto_gamma, benchmark, benchmark_report, cli, metrics, pipeline, report
 from spec_jax.drafters.build import build_named
 from spec_jax.journal import Journal
 
@@ -26,14 +26,16 @@ _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string(
     'workdir', None, 'Folder for the report, its tables, its plots and the cells measured.', required=True
 )
-_RECORD_VERSION = 1  # raised when the figures of a cell change their names or meanings
+_RECORD_VERSION = 2  # raised when the figures of a cell change their names or meanings
 _ELSEWHERE = ('draft', 'gamma', 'temperature', 'batch_size', 'compare', 'alpha', 'verify', 'benchmark')
 
 
 def main(_):
     config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
-    base, cells = _cells(config)
-    settings = base.settings(_settings(config))
+    settings = _settings(config)
+    automatic = config.gamma == pipeline.AUTO
+    base, cells = _cells(config, auto_gamma.PROBE if automatic else config.gamma)
+    settings = base.settings(settings)
     job = pipeline.load(config, settings, default_limit=config.benchmark.lines)
     drafters = {
         draft: build_named(draft, config.draft, job.target, job.tokenizer, config.dtype)
@@ -43,7 +45,14 @@ def main(_):
         print(cut)
     job = dataclasses.replace(job, settings=pipeline.one_width(job.settings, job.sources))
 
-    journal = Journal.open(workdir / 'cells.jsonl', _run(config, job))
+    run = _run(config, job)
+    if automatic:
+        kept = workdir / f'gamma.{zlib.crc32(_identity(config, base).encode()):08x}.jsonl'
+        gamma, told, _ = auto_gamma.settle(job, drafters[base.draft], kept, run)
+        print(told)
+        base, cells = _cells(config, gamma or 1)
+
+    journal = Journal.open(workdir / 'cells.jsonl', run)
     identity = partial(_identity, config)
     due = benchmark.missing(cells, journal, identity)
     print(
@@ -129,7 +138,7 @@ def _identity(config, cell):
 
 
 def _settings(config):
-    settings = pipeline.settings_from(config)
+    settings = pipeline.settings_from(config, auto=auto_gamma.PROBE)
     if settings.lenience < 1:
         raise ValueError(
             f'lenience: expected 1, got {settings.lenience:g}; only exact decoding is held beside the theory'
@@ -137,7 +146,7 @@ def _settings(config):
     return settings
 
 
-def _cells(config):
+def _cells(config, gamma):
     """The cell at the centre, and all cells."""
     if 'benchmark' not in config:
         raise ValueError('config: expected a section `benchmark`, as in configs/demo_ende.py; got none')
@@ -148,11 +157,11 @@ def _cells(config):
         raise ValueError(
             f'benchmark.task: expected one of {", ".join(benchmark_report.PAPER)}; got {sweep.task!r}'
         )
-    benchmark.check_metric(sweep.metric)
+    metrics.check(sweep.metric)
     drafts = [entry.strip() for entry in sweep.drafts.split(',')]
     axes = _numbers(sweep, 'temperatures', float), _numbers(sweep, 'gammas', int)
     axes += (_numbers(sweep, 'batch_sizes', int),)
-    base = benchmark.Cell(drafts[0], float(config.temperature), config.gamma, config.batch_size)
+    base = benchmark.Cell(drafts[0], float(config.temperature), gamma, config.batch_size)
     choose = benchmark.every_combination if sweep.every_combination else benchmark.one_axis_at_a_time
     return base, choose(base, drafts, *axes)
 

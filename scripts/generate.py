@@ -6,6 +6,7 @@ Leaves W/output.txt, a line for each line of the input, and W/report.json. Stopp
 with the same command, it goes on where it was.
 """
 
+import dataclasses
 import time
 import zlib
 from functools import partial
@@ -13,7 +14,7 @@ from functools import partial
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax import analysis, cli, metrics, pipeline, report
+from spec_jax import analysis, auto_gamma, cli, metrics, pipeline, report
 from spec_jax.drafters.build import build_drafter
 from spec_jax.journal import Journal
 
@@ -25,25 +26,46 @@ _progress = partial(tqdm, unit='batch', dynamic_ncols=True)
 
 def main(_):
     config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
-    job = pipeline.load(config, pipeline.settings_from(config))
-    settings = job.settings
+    job = pipeline.load(config, pipeline.settings_from(config, auto=auto_gamma.PROBE))
     drafter = build_drafter(config.draft, job.target, job.tokenizer, config.dtype)
     if cut := job.truncation():
         print(cut)
+    gamma, chosen = job.settings.gamma, {}
+    if config.gamma == pipeline.AUTO and gamma:
+        gamma, chosen = _choose_gamma(job, drafter, config, workdir / 'gamma.jsonl')
+    settings = dataclasses.replace(job.settings, gamma=gamma)
 
     run = _compare if config.compare else partial(_decode, unfinished=workdir / 'unfinished.jsonl')
     outputs, figures = run(job.target, drafter, job.sources, settings, config)
     texts = {name: job.tokenizer.batch_decode(ids, skip_special_tokens=True) for name, ids in outputs.items()}
     final = texts['speculative' if settings.gamma else 'plain']
-    figures |= dict(lines=len(final), truncated=job.num_truncated, bleu=metrics.bleu(final, job.examples))
+    figures |= chosen | dict(
+        lines=len(final), truncated=job.num_truncated, bleu=metrics.bleu(final, job.examples)
+    )
     if settings.lenience < 1:
         figures['lossy'] = f'lenience {settings.lenience:g}'
     output = workdir / ('output.LOSSY.txt' if settings.lenience < 1 else 'output.txt')
     report.write_text(output, ''.join(f'{text}\n' for text in final))
     figures = report.write_report(workdir, figures, config)
-    (workdir / 'unfinished.jsonl').unlink(missing_ok=True)
+    for name in ('unfinished.jsonl', 'gamma.jsonl'):
+        (workdir / name).unlink(missing_ok=True)
     _show(job.examples, texts, figures)
     print(f'\nall {len(final)} lines: {output}   figures: {workdir / "report.json"}')
+
+
+def _choose_gamma(job, drafter, config, kept):
+    """A gamma, at least 1 where both decoders are to be compared, and what it was chosen by for the report."""
+    print('gamma = auto: measuring on a few prompts', flush=True)
+    run = dict(config=config.to_dict(), sources=_checksum(job.sources))
+    gamma, told, measured = auto_gamma.settle(job, drafter, kept, run)
+    print(told)
+    if not gamma:
+        print('comparing at gamma = 1 all the same' if config.compare else 'decoding plainly')
+    return gamma or int(config.compare), dict(gamma_choice=measured)
+
+
+def _checksum(sources):
+    return zlib.crc32(b''.join(ids.tobytes() for ids in sources))
 
 
 def _decode(target, drafter, sources, settings, config, unfinished):
@@ -53,7 +75,7 @@ def _decode(target, drafter, sources, settings, config, unfinished):
         program = pipeline.speculative_program(target, drafter, settings)
     else:
         program = pipeline.plain_program(target, settings)
-    run = dict(config=config.to_dict(), sources=zlib.crc32(b''.join(ids.tobytes() for ids in sources)))
+    run = dict(config=config.to_dict(), sources=_checksum(sources))
     journal = Journal.open(unfinished, run)
     known = sum(len(record['ids']) for record in journal.records.values())
     if known:

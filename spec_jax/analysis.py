@@ -15,7 +15,7 @@ import numpy as np
 
 from spec_jax.types import Stats
 
-_COUNTS = ('rounds', 'tested', 'accepted', 'overlap', 'emitted')  # of Stats, besides the histogram
+_COUNTS = ('rounds', 'accepted', 'overlap', 'emitted')  # of Stats, besides those by place
 
 
 def expected_tokens(alpha, gamma):
@@ -63,10 +63,11 @@ def attainable_speedup(tokens_per_call, gamma, c, cost_of_rows):
 
 
 def add_stats(parts: list[Stats]) -> Stats:
-    """Sums counts over the rows of all parts, none included: scalars, and a histogram [G + 1]; NumPy."""
+    """Sums counts over the rows of all parts, none included: scalars, tested_at [G], histogram [G + 1]; NumPy."""
     sums = {name: sum(np.asarray(getattr(part, name)).sum() for part in parts) for name in _COUNTS}
-    histograms = [np.asarray(part.histogram).sum(0) for part in parts] or [np.zeros(1, int)]
-    return Stats(histogram=np.sum(histograms, axis=0), **sums)
+    for name, size in (('tested_at', 0), ('histogram', 1)):
+        sums[name] = sum([np.asarray(getattr(part, name)).sum(0) for part in parts] or [np.zeros(size, int)])
+    return Stats(**sums)
 
 
 def acceptance_figures(stats: Stats) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def acceptance_figures(stats: Stats) -> dict[str, Any]:
       (accepted over tested positions) and accepted_histogram (rounds by number of accepted tokens). A ratio
       without a denominator is None.
     """
-    total = {name: np.asarray(getattr(stats, name)).sum() for name in _COUNTS}
+    total = {name: np.asarray(getattr(stats, name)).sum() for name in (*_COUNTS, 'tested')}
 
     def ratio(over, under):
         return float(total[over] / total[under]) if total[under] else None

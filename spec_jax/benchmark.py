@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from spec_jax import acceptance, analysis, metrics, pipeline
-from spec_jax.data import Example
 from spec_jax.decoding import MAX_GAMMA
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.model import ModelDrafter
@@ -31,7 +30,6 @@ from spec_jax.models.t5 import T5, T5Config
 from spec_jax.sampling import SamplingConfig
 from spec_jax.types import Stats
 
-METRICS = ('bleu', 'rouge')
 FEWEST_BATCHES = 5  # an interval from fewer would say more than is known
 _RESAMPLES = 2000
 
@@ -150,7 +148,7 @@ def measure(
       cell: how.
       job: lines, target, and the settings that cells share.
       drafter: of the cell's draft.
-      metric: see `quality`.
+      metric: see `metrics.quality`.
       repeats: timed runs of a batch, of which the median counts.
       progress: wraps the list of batches.
 
@@ -195,14 +193,14 @@ def measure(
         for name, result in results.items()
     }
     return figures | dict(
-        quality={name: quality(metric, lines, job.examples) for name, lines in texts.items()},
+        quality={name: metrics.quality(metric, lines, job.examples) for name, lines in texts.items()},
         compile_seconds={name: result.compile_seconds for name, result in results.items()},
         seconds=time.perf_counter() - start,
     )
 
 
 def rows_of(decoded: pipeline.Decoded) -> Stats:
-    """`pipeline.compare`'s counts by prompt, arrays [R] and a histogram [R, G + 1]; fillers are left out."""
+    """`pipeline.compare`'s counts by prompt, arrays [R], [R, G] or [R, G + 1]; fillers are left out."""
     columns = {
         field.name: np.concatenate([getattr(stats, field.name) for stats in decoded.batch_stats])
         for field in dataclasses.fields(Stats)
@@ -241,30 +239,16 @@ def speedup_interval(
     return float(ends[0]), float(ends[1])
 
 
-def position_acceptance(rows: Stats) -> dict[str, list[float | None]]:
+def position_acceptance(rows: Stats) -> list[float | None]:
     """At each of the G places of a draft, how often its token passed among the rounds in which it was tested.
 
-    A place is tested when all before it passed, unless the text or the draft ended there. The counts say how
-    many rounds of a prompt ended so, and not at which place; hence two bounds, which meet where none did:
-
-        accepted  0    1    1    2        reached  4  3        at_least  3/4  1/3
-                  rej. rej. end  full     passed   3  1        at_most   3/3  1/2
-
-    (G = 2, four rounds of one prompt; the third ended behind its first token, but might have had no draft at all).
-
-    Returns:
-      at_least and at_most, [G] each; None where no round came so far.
+    A place is tested when all before it passed, unless the text or the draft ended there; None where none was.
     """
-    histogram = np.asarray(rows.histogram)  # [R, G + 1]
-    reached = histogram.sum(0)[::-1].cumsum()[::-1]  # rounds with so many accepted or more
-    ended = rows.rounds - histogram[:, -1] - (rows.tested - rows.accepted)  # [R], neither full nor rejected
-    untested = np.minimum(histogram[:, :-1], ended[:, None]).sum(0)  # at most so many
-    passed, reached = reached[1:], reached[:-1]
-
-    def share(under):
-        return [float(a / b) if b else None for a, b in zip(passed, under, strict=True)]
-
-    return dict(at_least=share(reached), at_most=share(reached - untested))
+    passed = (
+        np.asarray(rows.histogram).sum(0)[::-1].cumsum()[-2::-1]
+    )  # rounds with more than so many accepted
+    tested = np.asarray(rows.tested_at).sum(0)
+    return [float(a / b) if b else None for a, b in zip(passed, tested, strict=True)]
 
 
 # --- arithmetic operations ----------------------------------------------------------------------------------
@@ -289,46 +273,3 @@ def operations(target: Model, drafter: Drafter, alpha: float | None, gamma: int)
     c_hat = parameters_read(draft.config) / parameters_read(target.config)
     factor = None if alpha is None else float(analysis.operations_factor(alpha, gamma, c_hat))
     return dict(c_hat=c_hat, operations_factor=factor)
-
-
-# --- how good the outputs are -------------------------------------------------------------------------------
-
-
-def check_metric(metric: str) -> None:
-    """Raises ValueError for an unknown metric, or one whose package is not installed."""
-    if metric not in METRICS:
-        raise ValueError(f'benchmark.metric: expected one of {", ".join(METRICS)}; got {metric!r}')
-    if metric == 'rouge':
-        _rouge_scorer()
-
-
-def quality(metric: str, texts: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
-    """Scores from 0 to 100 of outputs beside references, over the lines that have one; empty where none has.
-
-    Args:
-      metric: 'bleu' gives `bleu` (sacrebleu's default); 'rouge' gives `rouge1`, `rouge2` and `rougeL`, means over
-        the lines of the F measure with stemmed words.
-      texts: outputs by line.
-      examples: the lines.
-    """
-    if metric == 'bleu':
-        score = metrics.bleu(texts, examples)
-        return {} if score is None else dict(bleu=score)
-    pairs = [(one.target, text) for text, one in zip(texts, examples, strict=True) if one.target]
-    scorer = _rouge_scorer()
-    scores = [scorer.score(reference, text) for reference, text in pairs]
-    return (
-        {name: 100 * float(np.mean([score[name].fmeasure for score in scores])) for name in scores[0]}
-        if scores
-        else {}
-    )
-
-
-def _rouge_scorer():
-    try:
-        from rouge_score.rouge_scorer import RougeScorer  # a second of imports that BLEU can do without
-    except ImportError as error:
-        raise ValueError(
-            'benchmark.metric: expected the package rouge-score for rouge, found none; pip install rouge-score'
-        ) from error
-    return RougeScorer(['rouge1', 'rouge2', 'rougeL'], use_stemmer=True)

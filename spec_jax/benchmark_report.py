@@ -8,6 +8,7 @@ Source of the figures beside ours: Leviathan, Kalman and Matias 2023, arXiv 2211
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,19 +109,16 @@ def batch_table(rows: Sequence[Row]) -> str:
 
 
 def position_table(rows: Sequence[Row]) -> str:
-    """Acceptance at each place of a draft, `at_least` and, where it differs, `at_most`."""
+    """Acceptance at each place of a draft."""
     most = max(row['gamma'] for row in rows)
-    place = {
-        f'{number + 1}': (lambda row, number=number: _bounds(row['position_acceptance'], number), '')
-        for number in range(most)
-    }
+    place = {f'{number + 1}': (partial(_at_place, number=number), '.2f') for number in range(most)}
     return _table(rows, {name: _EVERY[name] for name in ('draft', 'T', 'γ', 'batch')} | place)
 
 
 def _table(rows: Sequence[Row], columns: dict[str, tuple[str | Callable, str]]) -> str:
     def text(row, source, spec):
         value = source(row) if callable(source) else row[source]
-        return '-' if value is None else format(value, spec)
+        return '-' if value is None else value if isinstance(value, str) else format(value, spec)
 
     lines = [[text(row, *column) for column in columns.values()] for row in rows]
     align = ['left' if name == 'draft' else 'right' for name in columns]
@@ -146,15 +144,9 @@ def _paper(row: Row, task: str, index: int) -> str:
     return f'{found[0]:g}' if index == 1 and found and found[0] is not None else '-'
 
 
-def _bounds(bounds: dict[str, list[float | None]], number: int) -> str:
-    if number >= len(bounds['at_least']):
-        return ''
-    low, high = (bounds[name][number] for name in ('at_least', 'at_most'))
-    if low is None:
-        return '-'
-    high = 1.0 if high is None else high  # every round that came so far may have ended there
-    low, high = f'{low:.2f}', f'{high:.2f}'
-    return low if low == high else f'{low} to {high}'
+def _at_place(row: Row, number: int) -> float | str | None:
+    shares = row['position_acceptance']
+    return shares[number] if number < len(shares) else ''
 
 
 # --- which rows, and what they say --------------------------------------------------------------------------
@@ -278,9 +270,8 @@ _LEGEND = (
     '3.11, plain decoding = 1. Quality: {kinds}.'
 )
 _PLACES = (
-    'Of the rounds in which all tokens before it had passed, the share in which the token at this place passed '
-    'too. Where texts or drafts ended in between, the counts give two bounds: the first takes such a round as not '
-    'passed, the second takes as many as possible as not tested.'
+    'Of the rounds in which the token at this place was tested, that is, in which all before it had passed and '
+    'neither the text nor the draft had ended, the share in which it passed too.'
 )
 
 # --- pictures -----------------------------------------------------------------------------------------------

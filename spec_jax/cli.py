@@ -106,7 +106,12 @@ def _parse(argv: Sequence[str]) -> list[str]:
             f'error: {what}; ' + (f'did you mean {guess[1]}?' if guess else 'see the file given by --config')
         )
     except (flags.Error, TypeError, *USER_ERRORS) as error:
-        sys.exit(f'error: {one_line(error)}')
+        what, _, traceback = str(error).partition(
+            ': Error whilst parsing config file'
+        )  # ml_collections, at length
+        if not traceback:
+            sys.exit(f'error: {one_line(error)}')
+        sys.exit(f'error: {what.removeprefix("flag ")}: {traceback.strip().splitlines()[-1]}')
 
 
 def _guarded(main: Callable, argv: Sequence[str]) -> None:

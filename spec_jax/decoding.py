@@ -8,7 +8,7 @@ Invariants of the loop, at the start of every round:
   * The target's cache holds all but the newest token; the newest token is the first query of the call.
   * Rows advance by what each accepted. There is no batch minimum.
   * A cache is rolled back by its length; stale slots are hidden, and overwritten by the next write.
-  * Buffers have room for a full draft behind the last token that can be emitted, since
+  * Buffers have room for a full block behind the last token that can be emitted, since
     `dynamic_update_slice` clamps without a word.
   * A finished row stays as it is; the loop ends when all rows are done.
   * A row's keys come from its own key and the number of the round, so its output does not depend on its
@@ -29,7 +29,7 @@ from jax import Array, lax
 from spec_jax import cache as kv
 from spec_jax.backend import fewest_rows, jit
 from spec_jax.drafters.base import Drafter
-from spec_jax.models.base import Model, last_tokens, read_block, read_window
+from spec_jax.models.base import Model, block_size, last_tokens, read_block, read_window
 from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys, sample, split_rows
 from spec_jax.types import Context, Draft, Failure, Inputs, Output, SpecState, Stats
 from spec_jax.verification import lenient_bound, overlap, verify_chain
@@ -103,7 +103,7 @@ def prefill(
 ) -> SpecState:
     """Encodes the prompts for both models and lays out the buffers."""
     batch = inputs.tokens.shape[0]
-    num_slots = max_new_tokens + gamma + 1
+    num_slots = max_new_tokens + block_size(batch, gamma)
     with jax.named_scope('prefill'):
         return SpecState(
             context=_start(target, batch, num_slots + 1),
@@ -264,7 +264,7 @@ def _count(stats: Stats, bound: Array, draft: Draft, num_accepted: Array, emitte
     bins = jnp.arange(stats.histogram.shape[1]) == accepted[:, None]
     return Stats(
         rounds=stats.rounds + active,
-        tested=stats.tested + tested,
+        tested_at=stats.tested_at + counted,
         accepted=stats.accepted + accepted,
         histogram=stats.histogram + (bins & active[:, None]),
         overlap=stats.overlap + jnp.where(counted, overlap(bound[:, :-1], draft), 0.0).sum(-1),
@@ -281,7 +281,7 @@ def _no_stats(batch: int, gamma: int) -> Stats:
     zero = jnp.zeros((batch,), jnp.int32)
     return Stats(
         rounds=zero,
-        tested=zero,
+        tested_at=jnp.zeros((batch, gamma), jnp.int32),
         accepted=zero,
         histogram=jnp.zeros((batch, gamma + 1), jnp.int32),
         overlap=jnp.zeros((batch,), jnp.float32),

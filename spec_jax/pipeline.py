@@ -26,6 +26,7 @@ from spec_jax.sampling import SamplingConfig, row_keys
 from spec_jax.tokenizers import load_tokenizer
 from spec_jax.types import Inputs, Output, Stats
 
+AUTO = 'auto'  # in place of a gamma: `auto_gamma` chooses it
 NEAR_TIE = 1e-5  # nats
 TIMER_SAMPLES = 15
 _STATS = [field.name for field in dataclasses.fields(Stats)]
@@ -56,8 +57,12 @@ class Settings:
     lenience: float = 1.0
 
 
-def settings_from(config: ConfigDict) -> Settings:
+def settings_from(config: ConfigDict, auto: int | None = None) -> Settings:
     """The settings that a config asks for; plain decoding (gamma 0) where it names no draft.
+
+    Args:
+      config: a recipe.
+      auto: stands for a gamma of `AUTO` until one is chosen; None refuses it.
 
     Raises:
       ValueError: for a value out of range.
@@ -67,14 +72,16 @@ def settings_from(config: ConfigDict) -> Settings:
             raise ValueError(f'{name}: expected an integer >= {lowest}, got {config[name]}')
     if config.data.limit < 0:
         raise ValueError(f'data.limit: expected an integer >= 0, got {config.data.limit}; 0 takes all lines')
-    if not 0 <= config.gamma <= MAX_GAMMA:
+    gamma = config.gamma if auto is None or config.gamma != AUTO else auto
+    if type(gamma) is not int or not 0 <= gamma <= MAX_GAMMA:
         raise ValueError(
-            f'gamma: expected an integer from 0 to {MAX_GAMMA}, got {config.gamma}; 0 decodes plainly'
+            f'gamma: expected an integer from 0 to {MAX_GAMMA}{"" if auto is None else " or auto"}, got '
+            f'{config.gamma}; 0 decodes plainly'
         )
     if not 0 < config.lenience <= 1:
         raise ValueError(f'lenience: expected a number in (0, 1], got {config.lenience}; 1 is exact')
     return Settings(
-        gamma=0 if config.draft.kind == 'none' else config.gamma,
+        gamma=0 if config.draft.kind == 'none' else gamma,
         max_new_tokens=config.max_new_tokens,
         sampling=SamplingConfig(config.temperature, config.top_k, config.top_p),
         batch_size=config.batch_size,
@@ -407,9 +414,9 @@ def _next_log_probs(target: Model, source: np.ndarray, prefix: np.ndarray) -> np
 
 
 def step_timer(
-    target: Model, drafter: Drafter, sources: list[np.ndarray], settings: Settings
+    target: Model, drafter: Drafter | None, sources: list[np.ndarray], settings: Settings
 ) -> timing.StepTimer:
-    """A timer on the batch in the middle of the order by length."""
+    """A timer on the batch in the middle of the order by length; of the target alone without a drafter."""
     every = _some_batches(sources, settings)
     return timing.StepTimer(
         target,

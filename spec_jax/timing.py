@@ -20,7 +20,7 @@ from jax import lax
 from spec_jax.backend import jit
 from spec_jax.decoding import plain_step, prefill, start_plain
 from spec_jax.drafters.base import Drafter
-from spec_jax.models.base import Model, read_block
+from spec_jax.models.base import Model, read_block, read_rows
 from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys, split_rows
 from spec_jax.types import Inputs
 
@@ -44,8 +44,7 @@ def _target_calls(target, state, *, gamma, sampling, steps):
 
     def body(i, carry):
         tokens, cache = carry
-        positions = jnp.full_like(tokens, i) + jnp.arange(gamma + 1)
-        hidden, cache = target.decode(tokens, positions, cache)
+        hidden, cache = read_rows(target, cache, tokens, jnp.full_like(tokens[:, 0], i))
         p = logits_to_probs(target.logits(hidden), sampling)
         return jnp.argmax(p, -1).astype(jnp.int32), target.rollback(cache, jnp.full_like(tokens[:, 0], i + 1))
 
@@ -82,18 +81,18 @@ class StepTimer:
     def __init__(
         self,
         target: Model,
-        drafter: Drafter,
+        drafter: Drafter | None,
         inputs: Inputs,
         *,
         gamma: int,
         max_new_tokens: int,
         sampling: SamplingConfig,
     ):
-        """Compiles the three programs.
+        """Compiles the programs.
 
         Args:
           target: the model.
-          drafter: the draft.
+          drafter: the draft; None leaves its step out.
           inputs: a typical batch; its size and width set those of the measurement.
           gamma: G, at least 1; the target call is over gamma + 1 positions.
           max_new_tokens: sets the size of the caches; at least 2.
@@ -107,8 +106,11 @@ class StepTimer:
         self.programs = dict(
             plain_step=partial(_plain_steps, target, plain, max_new_tokens=max_new_tokens, **how),
             target_call=partial(_target_calls, target, speculative, gamma=gamma, **how),
-            draft_and_call=partial(_drafts_and_calls, target, drafter, speculative, gamma=gamma, **how),
         )
+        if drafter is not None:
+            self.programs['draft_and_call'] = partial(
+                _drafts_and_calls, target, drafter, speculative, gamma=gamma, **how
+            )
         self.seconds: dict[str, list[float]] = {name: [] for name in self.programs}
         for program in self.programs.values():
             jax.block_until_ready(program())
@@ -122,6 +124,10 @@ class StepTimer:
 
     def medians(self) -> dict[str, float]:
         """Seconds of `plain_step`, `target_call` and `draft_step`, a gamma-th of what a draft adds to a call."""
-        plain, call, both = (self.seconds[name] for name in ('plain_step', 'target_call', 'draft_and_call'))
-        draft = median(whole - part for whole, part in zip(both, call, strict=True))
-        return dict(plain_step=median(plain), target_call=median(call), draft_step=max(draft, 0) / self.gamma)
+        taken = dict(self.seconds)
+        both = taken.pop('draft_and_call', None)
+        medians = {name: median(seconds) for name, seconds in taken.items()}
+        if both is not None:
+            draft = median(whole - part for whole, part in zip(both, taken['target_call'], strict=True))
+            medians['draft_step'] = max(draft, 0) / self.gamma
+        return medians

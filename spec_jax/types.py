@@ -94,19 +94,25 @@ class Stats:
 
     Attributes:
       rounds: [B] int32, target calls while the row was unfinished.
-      tested: [B] int32, draft tokens that met the accept test; none after a rejection, an EOS or the limit.
-      accepted: [B] int32, how many of them passed.
+      tested_at: [B, G] int32, rounds in which the draft token at that place met the accept test; none after a
+        rejection, an EOS or the limit.
+      accepted: [B] int32, how many tokens passed it.
       histogram: [B, G + 1] int32, rounds by number of accepted tokens.
       overlap: [B] float32, sum of min(p, q) over the tested positions.
       emitted: [B] int32, tokens of the output, EOS included, start token excluded.
     """
 
     rounds: Array
-    tested: Array
+    tested_at: Array
     accepted: Array
     histogram: Array
     overlap: Array
     emitted: Array
+
+    @property
+    def tested(self) -> Array:
+        """[B] int32, draft tokens that met the accept test."""
+        return self.tested_at.sum(-1)
 
 
 @flax.struct.dataclass

@@ -85,14 +85,14 @@ def test_attainable_is_theorem_3_8_when_rows_are_free():
     assert analysis.attainable_speedup(tokens, 5, 0.1, 1.5) == pytest.approx(tokens / 2.0)
 
 
-def _stats(rounds, tested, accepted, histogram, overlap, emitted):
-    arrays = (rounds, tested, accepted, histogram, overlap, emitted)
+def _stats(rounds, tested_at, accepted, histogram, overlap, emitted):
+    arrays = (rounds, tested_at, accepted, histogram, overlap, emitted)
     return Stats(**dict(zip(Stats.__dataclass_fields__, map(np.array, arrays), strict=True)))
 
 
 def test_figures_that_cannot_be_compared():
     """gamma 3; row 0: accepts 3, then 0 of 1 tested; row 1: accepts 1 of 2 tested."""
-    stats = _stats([2, 1], [4, 2], [3, 1], [[1, 0, 0, 1], [0, 1, 0, 0]], [3.2, 1.0], [5, 2])
+    stats = _stats([2, 1], [[2, 1, 1], [1, 1, 0]], [3, 1], [[1, 0, 0, 1], [0, 1, 0, 0]], [3.2, 1.0], [5, 2])
     figures = analysis.acceptance_figures(stats)
     assert figures == dict(
         tokens=7,
@@ -105,8 +105,9 @@ def test_figures_that_cannot_be_compared():
     whole = analysis.add_stats([stats, stats])
     assert analysis.acceptance_figures(whole)['tokens'] == 14
     assert analysis.acceptance_figures(whole)['accepted_histogram'] == [2, 2, 0, 2]
+    assert whole.tested_at.tolist() == [6, 4, 2] and whole.tested == 12
 
 
 def test_nothing_decoded_gives_no_ratio():
-    figures = analysis.acceptance_figures(_stats([0], [0], [0], [[0, 0]], [0.0], [0]))
+    figures = analysis.acceptance_figures(_stats([0], [[0]], [0], [[0, 0]], [0.0], [0]))
     assert figures['alpha'] is None and figures['tokens_per_call'] is None

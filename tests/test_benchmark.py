@@ -87,46 +87,36 @@ def test_a_sweep_that_was_stopped_goes_on_and_gives_the_same(tmp_path):
         Journal.open(path, dict(a=2))
 
 
-def stats(rounds, tested, accepted, histogram, emitted=None, overlap=None):
-    rows = np.array(rounds)
+def stats(rounds, tested_at, histogram, emitted=None, overlap=None):
+    rows, histogram = np.array(rounds), np.array(histogram)
+    accepted = (histogram * np.arange(histogram.shape[1])).sum(1)
     return Stats(
         rounds=rows,
-        tested=np.array(tested),
-        accepted=np.array(accepted),
-        histogram=np.array(histogram),
+        tested_at=np.array(tested_at),
+        accepted=accepted,
+        histogram=histogram,
         overlap=np.array(accepted if overlap is None else overlap, float),
         emitted=rows if emitted is None else np.array(emitted),
     )
 
 
-def test_acceptance_by_place_is_exact_where_no_round_ended_early():
-    # Drafts of 2: none accepted, one accepted, both, both. Each round short of 2 met a rejection.
-    rows = stats([4], [1 + 2 + 2 + 2], [0 + 1 + 2 + 2], [[1, 1, 2]])
-    both = [3 / 4, 2 / 3]
-    assert benchmark.position_acceptance(rows) == dict(at_least=both, at_most=both)
+def test_acceptance_by_place_is_over_the_rounds_that_tested_it():
+    # Drafts of 2: rejected at once; rejected behind one; ended behind one; both accepted, twice.
+    rows = stats([5], [[5, 3]], [[1, 2, 2]])
+    assert benchmark.position_acceptance(rows) == [4 / 5, 2 / 3]
 
 
-def test_acceptance_by_place_has_bounds_where_a_round_ended_early():
-    # As in the docstring: rejected at once, rejected behind one, ended behind one, both accepted.
-    rows = stats([4], [1 + 2 + 1 + 2], [0 + 1 + 1 + 2], [[1, 2, 1]])
-    assert benchmark.position_acceptance(rows) == dict(at_least=[3 / 4, 1 / 3], at_most=[1.0, 1 / 2])
-
-
-def test_a_prompt_in_which_no_round_ended_early_leaves_the_bounds_as_they_are():
-    early, whole = ([2], [1 + 1], [0 + 1], [[1, 1, 0]]), ([3], [1 + 1 + 1], [0], [[3, 0, 0]])
-    rows = stats(*(np.concatenate(pair) for pair in zip(early, whole, strict=True)))
-    found = benchmark.position_acceptance(rows)
-    assert found['at_least'] == [1 / 5, 0.0]
-    assert found['at_most'] == [1 / 4, None]  # not 1 / (5 - 4), and nothing is known to be tested at place 2
+def test_acceptance_by_place_adds_prompts_up():
+    rows = stats([2, 3], [[2, 0], [3, 1]], [[1, 1, 0], [2, 0, 1]])
+    assert benchmark.position_acceptance(rows) == [2 / 5, 1.0]
 
 
 def test_acceptance_by_place_that_no_round_came_to():
-    rows = stats([3], [3], [0], [[3, 0, 0]])
-    assert benchmark.position_acceptance(rows) == dict(at_least=[0.0, None], at_most=[0.0, None])
+    assert benchmark.position_acceptance(stats([3], [[3, 0]], [[3, 0, 0]])) == [0.0, None]
 
 
 def decoded(seconds, tokens):
-    parts = [stats([1, 0], [1, 0], [0, 0], [[1, 0], [0, 0]], emitted=[count, 0]) for count in tokens]
+    parts = [stats([1, 0], [[1], [0]], [[1, 0], [0, 0]], emitted=[count, 0]) for count in tokens]
     return pipeline.Decoded([], None, sum(seconds), 0.0, 0.0, list(seconds), parts)
 
 
@@ -145,13 +135,13 @@ def test_speedup_interval_draws_both_times_of_a_batch_together():
 
 def test_fillers_and_prompts_without_a_draft_are_left_out():
     parts = [
-        stats([2, 0], [2, 0], [1, 0], [[1, 1], [0, 0]]),
-        stats([3, 5], [4, 0], [2, 0], [[1, 2], [5, 0]]),
+        stats([2, 0], [[2], [0]], [[1, 1], [0, 0]]),
+        stats([3, 5], [[4], [0]], [[1, 2], [5, 0]]),
     ]
     rows = benchmark.rows_of(pipeline.Decoded([], None, batch_stats=parts))
     assert rows.rounds.tolist() == [2, 3, 5] and rows.histogram.tolist() == [[1, 1], [1, 2], [5, 0]]
     assert benchmark.alpha_interval(rows) == pytest.approx((0.5, 0.5))
-    assert benchmark.alpha_interval(stats([1], [0], [0], [[1, 0]])) == (None, None)
+    assert benchmark.alpha_interval(stats([1], [[0]], [[1, 0]])) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -168,25 +158,6 @@ def test_fillers_and_prompts_without_a_draft_are_left_out():
 def test_parameters_read_by_a_step_of_t5_v1_1(d_model, num_heads, layers, d_ff, millions):
     config = T5Config(d_model=d_model, num_heads=num_heads, num_decoder_layers=layers, d_ff=d_ff)
     assert benchmark.parameters_read(config) / 1e6 == pytest.approx(millions, rel=1e-3)
-
-
-def test_quality():
-    examples = [Example('a', 'das ist ein kleiner Test'), Example('b', None)]
-    texts = ['das ist ein kleiner Test', 'anything']
-    assert benchmark.quality('bleu', texts, examples) == pytest.approx(dict(bleu=100))
-    assert benchmark.quality('bleu', texts[1:], examples[1:]) == {}
-    with pytest.raises(ValueError, match="one of bleu, rouge; got 'meteor'"):
-        benchmark.check_metric('meteor')
-
-
-def test_rouge():
-    pytest.importorskip('rouge_score')
-    benchmark.check_metric('rouge')
-    examples = [Example('a', 'the cat sat down'), Example('b', 'x y'), Example('c', None)]
-    # One line in full; the other with one word of two (F = .5 for single words, 0 for pairs).
-    found = benchmark.quality('rouge', ['the cat sat down', 'y z', 'w'], examples)
-    assert found == pytest.approx(dict(rouge1=75, rouge2=50, rougeL=75))
-    assert benchmark.quality('rouge', ['w'], examples[2:]) == {}
 
 
 # --- a whole cell -------------------------------------------------------------------------------------------
@@ -221,7 +192,7 @@ def test_a_target_that_drafts_for_itself_is_always_accepted(job):
     assert json.loads(json.dumps(figures)) == figures  # so that a kept cell equals one just measured
     assert figures['alpha'] == figures['acceptance_rate'] == figures['greedy_match'] == 1
     assert figures['alpha_low'] == figures['alpha_high'] == 1
-    assert figures['position_acceptance']['at_most'] == [1, 1]
+    assert figures['position_acceptance'] == [1, 1]
     assert figures['batches'] == 5 and figures['speedup_low'] <= figures['speedup_high']
     assert figures['c_hat'] == 1
     assert figures['operations_factor'] == pytest.approx(5 / 3)  # (gamma + gamma + 1) / (gamma + 1)
@@ -266,7 +237,7 @@ def row(cell=BASE, speedup=1.5, **changes):
         acceptance_rate=0.75,
         tokens_per_call=2.5,
         accepted_histogram=[2] * (cell.gamma + 1),
-        position_acceptance=dict(at_least=[0.5] * cell.gamma, at_most=[0.625] * cell.gamma),
+        position_acceptance=[0.5] * cell.gamma,
         c=0.1,
         cost_of_rows=1.25,
         predicted_speedup=1.75,
@@ -343,17 +314,14 @@ def test_table_2_has_the_papers_figures_beside_ours():
     assert dict(zip(header, line, strict=True))['paper c'] == '0.02 / 0.04 / 0.11'
 
 
-def test_position_table_shows_both_bounds_where_they_differ():
+def test_position_table_has_a_column_for_each_place_of_the_longest_draft():
     rows = [
         row(dataclasses.replace(BASE, gamma=3)),
-        row(
-            dataclasses.replace(BASE, gamma=2),
-            position_acceptance=dict(at_least=[0.5, None], at_most=[0.5, None]),
-        ),
+        row(dataclasses.replace(BASE, gamma=2), position_acceptance=[0.625, None]),
     ]
     _, _, *lines = cells_of(benchmark_report.position_table(rows))
-    assert lines[0][4:] == ['0.50 to 0.62'] * 3
-    assert lines[1][4:] == ['0.50', '-', '']
+    assert lines[0][4:] == ['0.50'] * 3
+    assert lines[1][4:] == ['0.62', '-', '']
 
 
 def test_pictures_and_tables_of_a_sweep_of_one_cell_and_of_many():

@@ -243,7 +243,8 @@ def past_limit(tokens, count, room, eos_id):
 
 def all_tested(stats, bound, draft, num_accepted, emitted):
     counted = COUNT(stats, bound, draft, num_accepted, emitted)
-    return counted.replace(tested=stats.tested + jnp.where(emitted > 0, draft.length, 0))
+    meant = jnp.arange(draft.tokens.shape[1]) < jnp.where(emitted > 0, draft.length, 0)[:, None]
+    return counted.replace(tested_at=stats.tested_at + meant)
 
 
 FAULTY_LOOPS = {

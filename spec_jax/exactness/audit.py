@@ -195,4 +195,6 @@ def recounted(trace: Trace, stats: Stats) -> np.ndarray:
     histogram = ((accepted[:, :, None] == bins) & active[:, :, None]).sum(0)
     wrong = (histogram != stats.histogram).any(1) | (emitted.sum(0) != stats.emitted)
     wrong |= np.where(active, accepted, 0).sum(0) != stats.accepted
-    return wrong | (np.where(active, np.minimum(emitted, trace.length), 0).sum(0) != stats.tested)
+    tested = np.where(active, np.minimum(emitted, trace.length), 0)
+    tested_at = (np.arange(stats.tested_at.shape[1]) < tested[:, :, None]).sum(0)
+    return wrong | (tested_at != stats.tested_at).any(1)

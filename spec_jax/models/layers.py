@@ -134,21 +134,31 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Feed-forward block: act(x W) W_out, or act(x W_gate) * (x W) W_out when gated."""
+    """Feed-forward block: act(x W) W_out, or act(x W_gate) * (x W) W_out when gated.
 
-    def __init__(self, width: int, hidden: int, *, gated: bool, activation, rngs: nnx.Rngs):
+    W_gate and W are apart, as training wants them, or one array where `fused`, for decoding.
+    """
+
+    def __init__(
+        self, width: int, hidden: int, *, gated: bool, activation, fused: bool = False, rngs: nnx.Rngs
+    ):
         def weight(shape):
             return nnx.Param(shape[0] ** -0.5 * jax.random.normal(rngs.params(), shape))
 
-        self.gate = weight((width, hidden)) if gated else None  # [D, F]
-        self.up = weight((width, hidden))  # [D, F]
+        self.fused = weight((width, 2, hidden)) if gated and fused else None  # [D, 2, F], gate and up
+        self.gate = weight((width, hidden)) if gated and not fused else None  # [D, F]
+        self.up = weight((width, hidden)) if self.fused is None else None  # [D, F]
         self.down = weight((hidden, width))  # [F, D]
         self.activation = activation
 
     def __call__(self, x: Array) -> Array:
-        hidden = einsum('btd,df->btf', x, self.up[...], jnp.float32)
-        if self.gate is None:
-            hidden = self.activation(hidden)
+        if self.fused is not None:
+            both = einsum('btd,dcf->btcf', x, self.fused[...], jnp.float32)
+            hidden = self.activation(both[:, :, 0]) * both[:, :, 1]
         else:
-            hidden = self.activation(einsum('btd,df->btf', x, self.gate[...], jnp.float32)) * hidden
+            hidden = einsum('btd,df->btf', x, self.up[...], jnp.float32)
+            if self.gate is None:
+                hidden = self.activation(hidden)
+            else:
+                hidden = self.activation(einsum('btd,df->btf', x, self.gate[...], jnp.float32)) * hidden
         return einsum('btf,fd->btd', hidden.astype(x.dtype), self.down[...])

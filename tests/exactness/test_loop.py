@@ -66,8 +66,8 @@ def test_rescoring_by_hand():
     np.testing.assert_allclose(gap, [[0, np.log(2)], [0, 0]], atol=1e-6)
 
 
-def output(tokens, length, rounds, tested, accepted, histogram, emitted):
-    stats = Stats(*map(np.asarray, (rounds, tested, accepted, histogram, np.zeros(len(length)), emitted)))
+def output(tokens, length, rounds, tested_at, accepted, histogram, emitted):
+    stats = Stats(*map(np.asarray, (rounds, tested_at, accepted, histogram, np.zeros(len(length)), emitted)))
     return Output(np.asarray(tokens), np.asarray(length), np.zeros(len(length), int), stats)
 
 
@@ -75,7 +75,7 @@ RIGHT = dict(
     tokens=[[2, 3, EOS, PAD], [2, 3, 4, 5], [PAD] * 4, [EOS, PAD, PAD, PAD]],
     length=[3, 4, 0, 1],
     rounds=[2, 2, 0, 1],
-    tested=[2, 3, 0, 1],
+    tested_at=[[1, 1], [2, 1], [0, 0], [1, 0]],
     accepted=[1, 2, 0, 1],
     histogram=[[1, 1, 0], [1, 0, 1], [0, 0, 0], [0, 1, 0]],
     emitted=[3, 4, 0, 1],
@@ -87,7 +87,7 @@ WRONG = {
     'rounds': ('rounds', 1, 3),
     'histogram': ('histogram', 1, [0, 1, 1]),
     'accepted': ('accepted', 0, 2),
-    'tested': ('tested', 1, 1),
+    'tested': ('tested_at', 1, [1, 0]),
 }
 
 
@@ -116,9 +116,11 @@ def test_counts_are_those_that_the_trace_adds_up_to():
         num_accepted=np.array([[2], [1]]),
         end=np.array([[4], [5]]),
     )
-    right = dict(rounds=[2], tested=[3], accepted=[3], histogram=[[0, 1, 1]], overlap=[0.0], emitted=[4])
+    right = dict(
+        rounds=[2], tested_at=[[2, 1]], accepted=[3], histogram=[[0, 1, 1]], overlap=[0.0], emitted=[4]
+    )
     assert not audit.recounted(trace, Stats(**{name: np.array(value) for name, value in right.items()})).any()
-    for name, value in dict(tested=[4], accepted=[2], histogram=[[0, 0, 2]], emitted=[5]).items():
+    for name, value in dict(tested_at=[[2, 2]], accepted=[2], histogram=[[0, 0, 2]], emitted=[5]).items():
         stats = Stats(**{key: np.array(one) for key, one in (right | {name: value}).items()})
         assert audit.recounted(trace, stats).all(), name
 

@@ -83,8 +83,9 @@ BAD = {
     'damaged weights': (['--config.target={w}/damaged'], 'model.safetensors'),
     'not a T5': (['--config.target={w}/bert'], 'bert'),
     'other vocabulary': (['--config.draft.path={w}/other'], "id 7 is 'e' in the target and 'f' in the draft"),
-    'gamma below 0': (['--config.gamma=-1'], 'gamma: expected an integer from 0 to 16, got -1'),
-    'gamma above 16': (['--config.gamma=17'], 'gamma: expected an integer from 0 to 16, got 17'),
+    'gamma below 0': (['--config.gamma=-1'], 'gamma: expected an integer from 0 to 16 or auto, got -1'),
+    'gamma above 16': (['--config.gamma=17'], 'gamma: expected an integer from 0 to 16 or auto, got 17'),
+    'gamma neither number nor auto': (['--config.gamma=best'], 'or auto, got best'),
     'no tokens': (['--config.max_new_tokens=0'], 'max_new_tokens'),
     'unknown draft': (['--config.draft.kind=magic'], "got 'magic'"),
     'unknown key': (['--config.gama=3'], 'gama'),
@@ -111,6 +112,17 @@ def test_bad_input_gets_one_line_and_leaves_nothing(run, world):
         assert BAD[name][1] in shown[0], (name, shown)
         folder = world / f'bad{n}'
         assert not folder.exists() or not list(folder.iterdir()), name
+
+
+def test_a_gamma_of_auto_is_measured_and_told(run, world):
+    folder = world / 'auto'
+    ((code, out, err),) = run([f'--workdir={folder}', '--config.gamma=auto', '--config.compare=True'])
+    assert code == 0, err
+    report = json.loads((folder / 'report.json').read_text())
+    choice = report['gamma_choice']
+    assert len(report['accepted_histogram']) == 1 + (choice['gamma'] or 1) and report['greedy_match'] == 1.0
+    assert f'gamma = {choice["gamma"]}: alpha = ' in out or 'WARNING: no gamma gains' in out
+    assert sorted(path.name for path in folder.iterdir()) == ['output.txt', 'report.json']
 
 
 def test_long_sources_are_cut_and_counted(run, world):
