@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from spec_jax import acceptance, acceptance_report, cli, pipeline, report
 from spec_jax.drafters.build import build_named
+from spec_jax.drafters.thrifty import outspoken
 from spec_jax.journal import Journal
 from spec_jax.sampling import SamplingConfig
 
@@ -34,7 +35,8 @@ def main(_):
     entries, temperatures = _entries(config), _temperatures(config)
     job = pipeline.load(config, _settings(config))
     drafters = {
-        entry: build_named(entry, config.draft, job.target, job.tokenizer, config.dtype) for entry in entries
+        entry: outspoken(build_named(entry, config.draft, job.target, job.tokenizer, config.dtype))
+        for entry in entries
     }
     if cut := job.truncation():
         print(cut)

@@ -57,6 +57,15 @@ def block_rows(rows: int) -> int:
     return 5 if rows == 4 and jax.default_backend() == 'cpu' else rows
 
 
+def rows_toll() -> float:
+    """What a target call over a few rows takes at batch 1 beyond one over a single row, in calls over one.
+
+    On CPU 0.3 to 0.4 for two to six rows (the demo pair, AVX2, two cores); next to nothing where reading the
+    weights is all that counts.
+    """
+    return 0.35 if jax.default_backend() == 'cpu' else 0.0
+
+
 @functools.cache
 def _options() -> dict[str, str] | None:
     if jax.default_backend() != 'cpu' or _YNNPACK in os.environ.get('XLA_FLAGS', ''):

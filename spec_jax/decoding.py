@@ -27,11 +27,11 @@ import numpy as np
 from jax import Array, lax
 
 from spec_jax import cache as kv
-from spec_jax.backend import fewest_rows, jit
+from spec_jax.backend import fewest_rows, jit, rows_toll
 from spec_jax.drafters.base import Drafter
 from spec_jax.models.base import Model, block_size, last_tokens, read_block, read_window
 from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys, sample, split_rows
-from spec_jax.types import Context, Draft, Failure, Inputs, Output, SpecState, Stats
+from spec_jax.types import Cache, Context, Draft, Failure, Inputs, Output, SpecState, Stats
 from spec_jax.verification import lenient_bound, overlap, verify_chain
 
 MAX_GAMMA = 16
@@ -143,8 +143,8 @@ def speculative_step(
         )
         check_draft(draft, state.done.shape[0], gamma, target.vocab_size)
     with jax.named_scope('target'):
-        hidden, target_cache = read_block(target, state.target_cache, context, draft.tokens)
-        logits = target.logits(hidden)
+        chooses = skips_rows(state.done.shape[0]) and not getattr(drafter, 'always_guesses', False)
+        hidden, logits, target_cache = _score(target, state.target_cache, context, draft, chooses)
         p = logits_to_probs(logits, sampling)  # [B, G + 1, V]
     with jax.named_scope('verify'):
         bound = p if lenience == 1 else lenient_bound(p, logits, sampling, lenience)
@@ -169,6 +169,45 @@ def speculative_step(
             draft_state=drafter.update(draft_state, context, verified, hidden),
             stats=stats,
         )
+
+
+def skips_rows(batch: int) -> bool:
+    """Whether a round in which nothing was guessed calls the target over one row alone.
+
+    Not in a batch, where all rows would have to keep silent, and where a row's output must not depend on the
+    others.
+    """
+    return batch == 1 and rows_toll() > 0
+
+
+def _score(
+    target: Model, cache: Cache, context: Context, draft: Draft, chooses: bool
+) -> tuple[Array, Array, Cache]:
+    """The target call: hidden [B, G + 1, D], logits [B, G + 1, V] and the cache.
+
+    Where it `chooses`, a round in which nothing was guessed is a call over the newest token alone, with zeros
+    behind it. The choice is made by two loops of which one runs once: XLA's CPU backend copies a cache that passes
+    through a conditional, and keeps one in place that passes through a loop.
+    """
+    block = draft.tokens.shape[1] + 1
+
+    def call(drafted: Array, cache: Cache) -> tuple[Array, Array, Cache]:
+        hidden, cache = read_block(target, cache, context, drafted)
+        logits, behind = target.logits(hidden), ((0, 0), (0, block - hidden.shape[1]), (0, 0))
+        return jnp.pad(hidden, behind), jnp.pad(logits, behind), cache
+
+    if not chooses:
+        return call(draft.tokens, cache)
+    shapes = jax.eval_shape(call, draft.tokens, cache)
+    hidden, logits = (jnp.zeros(one.shape, one.dtype) for one in shapes[:2])
+    carry = (hidden, logits, cache), False
+    for due, drafted in (((draft.length > 0).any(), draft.tokens), (True, draft.tokens[:, :0])):
+        carry = lax.while_loop(
+            lambda carry, due=due: due & ~carry[1],
+            lambda carry, drafted=drafted: (call(drafted, carry[0][2]), True),
+            carry,
+        )
+    return carry[0]
 
 
 @jit(static_argnames=('max_new_tokens', 'sampling'))

@@ -20,14 +20,17 @@ from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from spec_jax import pipeline
+from spec_jax.backend import rows_toll
 from spec_jax.data import PAD_ID
 from spec_jax.drafters.base import Drafter
+from spec_jax.drafters.thrifty import Thrifty
 from spec_jax.models.base import Model
 from spec_jax.sampling import SamplingConfig
 from spec_jax.testing import ScriptedDrafter
 from spec_jax.types import Context, Draft, Inputs, Verification
 
 RIGHT = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)  # shares of the oracle's tokens that are right
+RIGHT_THRIFTY = (0.0, 0.2, 0.5)  # the same of an oracle that is `thrifty.Thrifty`
 NEVER_RIGHT_LIMIT = 1.25  # times plain decoding per token, for a draft that is never right
 GAINING_ALPHA = 0.2  # from which a draft that costs nothing should gain
 
@@ -139,7 +142,10 @@ def measure(
     repeats: int = 3,
     progress=iter,
 ) -> list[dict[str, Any]]:
-    """Decodes all lines plainly, with an oracle of each rate in `RIGHT` and with each draft, by turns.
+    """Decodes all lines plainly, with an oracle of each rate and with each draft, by turns.
+
+    Where a backend's rows cost time, drafts that cost little are shipped as `thrifty.Thrifty`, and oracles of the
+    rates in `RIGHT_THRIFTY` are made so beside those in `RIGHT`, which always speak.
 
     Args:
       target: the model.
@@ -151,7 +157,7 @@ def measure(
 
     Returns:
       For each oracle and draft `pipeline.comparison_figures`, with `draft` (its name), `right` (the oracle's rate,
-      else None), `time_per_token` (over that of plain decoding) and `greedy_match`.
+      else None), `thrifty`, `time_per_token` (over that of plain decoding) and `greedy_match`.
 
     Raises:
       ValueError: settings that an oracle cannot follow, or no line with text.
@@ -160,8 +166,12 @@ def measure(
     plain = pipeline.plain_program(target, settings)
     outputs = pipeline.decode_lines(sources, settings, plain).ids
     how = dict(vocab_size=settings.sampling.vocab_limit or target.vocab_size, length=settings.max_new_tokens)
+    toll = rows_toll()
     rates = {f'oracle, {right:g} right': right for right in RIGHT}
     oracles = {name: make_oracle(sources, outputs, right, **how) for name, right in rates.items()}
+    for right in RIGHT_THRIFTY if toll else ():
+        name = f'thrifty oracle, {right:g} right'
+        rates[name], oracles[name] = right, Thrifty(make_oracle(sources, outputs, right, **how), toll)
     everyone = oracles | drafters
 
     programs = {name: pipeline.speculative_program(target, one, settings) for name, one in everyone.items()}
@@ -182,7 +192,8 @@ def measure(
         figures = pipeline.comparison_figures(pair, times, settings)
         figures |= pipeline.agreement(target, sources, results['plain'].ids, results[name].ids)
         figures |= dict(time_per_token=1 / figures['speedup'])
-        rows.append(dict(draft=name, right=rates.get(name)) | figures)
+        thrifty = isinstance(everyone[name], Thrifty)
+        rows.append(dict(draft=name, right=rates.get(name), thrifty=thrifty) | figures)
     return rows
 
 
@@ -190,18 +201,24 @@ def conclusions(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """What the oracles say.
 
     Returns:
-      never_right: time per token over plain decoding's at alpha = 0;
-      break_even_alpha: where the speed-up passes 1 for the last time, between two rates by a straight line; 0
-        where it is above 1 throughout, None where it ends below;
+      never_right: time per token over plain decoding's at alpha = 0, with drafts as they are shipped;
+      never_right_outspoken: the same where a guess is made all the same;
+      break_even_alpha, of oracles that always speak: where the speed-up passes 1 for the last time, between two
+        rates by a straight line; 0 where it is above 1 throughout, None where it ends below;
       speedup_at_gaining_alpha: the speed-up at alpha = `GAINING_ALPHA`, by a straight line.
     """
-    oracles = sorted((row['alpha'], row['speedup']) for row in rows if row['right'] is not None)
-    alphas, speedups = np.array(oracles).T
+    alphas, speedups = np.array(sorted((row['alpha'], row['speedup']) for row in _oracles(rows))).T
+    shipped = [row['speedup'] for row in rows if row['right'] == 0 and row['thrifty']]
     return dict(
-        never_right=float(1 / speedups[0]),
+        never_right=float(1 / (shipped or speedups)[0]),
+        never_right_outspoken=float(1 / speedups[0]),
         break_even_alpha=_last_crossing(alphas, speedups),
         speedup_at_gaining_alpha=float(np.interp(GAINING_ALPHA, alphas, speedups)),
     )
+
+
+def _oracles(rows: Sequence[dict[str, Any]], thrifty: bool = False) -> list[dict[str, Any]]:
+    return [row for row in rows if row['right'] is not None and row['thrifty'] == thrifty]
 
 
 def _last_crossing(x: np.ndarray, y: np.ndarray) -> float | None:
@@ -247,7 +264,8 @@ def sentences(found: dict[str, float | None], gamma: int) -> list[str]:
     gains = 'at no alpha' if crossing is None else f'from alpha = {crossing:.2f} on'
     return [
         f'A draft that is never right takes {slowest:.2f} times plain decoding per token at gamma = {gamma} '
-        f'(the aim at gamma = 3: at most {NEVER_RIGHT_LIMIT}).',
+        f'(the aim at gamma = 3: at most {NEVER_RIGHT_LIMIT}); {found["never_right_outspoken"]:.2f} times if it '
+        'guesses all the same.',
         f'A draft that costs nothing is faster than plain decoding {gains} (the aim: from {GAINING_ALPHA}); at '
         f'alpha = {GAINING_ALPHA} it is {found["speedup_at_gaining_alpha"]:.2f} times as fast.',
     ]
@@ -261,7 +279,8 @@ def markdown(rows: Sequence[dict[str, Any]], gamma: int, facts: dict[str, Any]) 
         table(rows),
         "The oracle proposes the target's own output with each token right at the rate given. alpha is the share "
         "accepted of those tested, c the draft step over a plain step, cost of rows the target's call over gamma + "
-        '1 positions over a plain step, and attainable is tokens/call / (gamma c + cost of rows). Times are of '
+        '1 positions over a plain step, and attainable is tokens/call / (gamma c + cost of rows, or 1 in a round '
+        'without a guess). A thrifty draft falls silent while its guesses do not pay for their rows. Times are of '
         'decoding proper, without prefill and compilation, medians of runs taken by turns with plain decoding. A '
         'draft that does not always guess has fewer tokens/call than an oracle of the same alpha.',
         '## Measured on',
@@ -277,15 +296,16 @@ def plot(rows: Sequence[dict[str, Any]], title: str) -> Figure:
     """
     figure = Figure(figsize=(7, 5), layout='constrained')
     axes = figure.subplots()
-    oracles = sorted(
-        (row for row in rows if row['right'] is not None), key=lambda row: row['tokens_per_call']
-    )
+    oracles = sorted(_oracles(rows), key=lambda row: row['tokens_per_call'])
     column = lambda name: [row[name] for row in oracles]  # noqa: E731
     axes.axhline(1, color='black', linewidth=1)
     axes.text(1, 1, 'plain decoding', ha='right', va='bottom', fontsize=8)
     attainable = 'oracle, attainable: tokens per call / (γ c + cost of rows)'
     axes.plot(column('alpha'), column('attainable_speedup'), '--', color='C0', label=attainable)
     axes.plot(column('alpha'), column('speedup'), 'o-', color='C0', label='oracle, measured')
+    if thrifty := _oracles(rows, thrifty=True):
+        rates, speedups = ([row[name] for row in thrifty] for name in ('right', 'speedup'))
+        axes.plot(rates, speedups, 's', color='C7', label='thrifty oracle, by the share that is right')
     for number, row in enumerate(row for row in rows if row['right'] is None):
         alpha = np.interp(row['tokens_per_call'], column('tokens_per_call'), column('alpha'))
         label = (

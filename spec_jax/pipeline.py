@@ -17,7 +17,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from spec_jax import analysis, data, hub_data, timing
-from spec_jax.decoding import MAX_GAMMA, generate, plain_generate
+from spec_jax.decoding import MAX_GAMMA, generate, plain_generate, skips_rows
 from spec_jax.drafters.base import Drafter
 from spec_jax.journal import Journal
 from spec_jax.models.base import Model
@@ -447,18 +447,21 @@ def comparison_figures(
         count / (result.seconds + result.prefill_seconds)
         for count, result in zip(tokens, (plain, speculative), strict=True)
     ]
+    guessed = np.asarray(speculative.stats.tested_at)[0] / max(1, figures['rounds'])
     alpha = figures['alpha']  # None where no draft was tested
+    spent = cost if not skips_rows(settings.batch_size) else guessed * cost + 1 - guessed
     predicted = None if alpha is None else float(analysis.walltime_improvement(alpha, settings.gamma, c))
     return figures | dict(
         c=c,
         cost_of_rows=cost,
+        guessed=float(guessed),
         plain_tokens_per_s=rates[0],
         tokens_per_s=rates[1],
         speedup=rates[1] / rates[0],
         speedup_with_prefill=whole[1] / whole[0],
         predicted_speedup=predicted,
         attainable_speedup=float(
-            analysis.attainable_speedup(figures['tokens_per_call'], settings.gamma, c, cost)
+            analysis.attainable_speedup(figures['tokens_per_call'], settings.gamma, c, spent)
         ),
         step_milliseconds={name: 1e3 * seconds for name, seconds in times.items()},
         prefill_milliseconds={name: 1e3 * result.prefill_seconds for name, result in results.items()},

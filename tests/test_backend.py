@@ -11,6 +11,8 @@ import pytest
 from spec_jax import backend
 from spec_jax.decoding import _generate, _plain_generate
 from spec_jax.drafters.model import ModelDrafter
+from spec_jax.drafters.prompt_lookup import PromptLookup
+from spec_jax.drafters.thrifty import Thrifty
 from spec_jax.models.t5 import T5, T5Config
 from spec_jax.sampling import SamplingConfig, row_keys
 from spec_jax.types import Inputs
@@ -75,3 +77,15 @@ def test_no_cache_and_no_weight_is_copied_in_the_loop(example, gamma):
     speculative = _generate.lower(target, drafter, inputs, keys, gamma=gamma, lenience=1.0, **how)
     assert loop_copies(plain.compile().as_text()) == []
     assert loop_copies(speculative.compile().as_text()) == []
+
+
+@on_cpu
+def test_nor_where_a_round_without_a_guess_is_a_call_over_one_row(example):
+    target, _, inputs, keys = example
+    how = dict(gamma=4, max_new_tokens=120, sampling=SamplingConfig(temperature=0.0), lenience=1.0)
+    drafter = Thrifty(PromptLookup(), 0.35)
+    compiled = _generate.lower(target, drafter, inputs, keys, **how).compile()
+    assert loop_copies(compiled.as_text()) == []
+    assert (
+        len(re.findall(r' while\(', compiled)) == 3
+    )  # the rounds, a call over all rows, and one over a single row

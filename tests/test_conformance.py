@@ -21,6 +21,7 @@ from spec_jax.drafters import ngram
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.drafters.prompt_lookup import PromptLookup
+from spec_jax.drafters.thrifty import Thrifty
 from spec_jax.testing import TableModel
 from spec_jax.training.ngram import count_ngrams
 from spec_jax.types import Verification
@@ -52,7 +53,11 @@ def trigrams(target):
     return ngram.on_device(ngram.make_drafter(counts))
 
 
-SHIPPED = dict(model=blurred, trigrams=trigrams, prompt_lookup=lambda target: PromptLookup())
+def thrifty(target):
+    return Thrifty(trigrams(target), toll=0.35)
+
+
+SHIPPED = dict(model=blurred, trigrams=thrifty, prompt_lookup=lambda target: PromptLookup())
 
 
 @pytest.mark.parametrize('name', conformance.CHECKS)

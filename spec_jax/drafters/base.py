@@ -17,7 +17,11 @@ from spec_jax.types import Context, Draft, Inputs, Verification
 
 
 class Drafter(Protocol):
-    """Guesses the target's next tokens."""
+    """Guesses the target's next tokens.
+
+    A class may have `always_guesses = True`, which says that `Draft.length` is never 0; the loop then has no way
+    round the call over G + 1 rows.
+    """
 
     def init(self, inputs: Inputs, num_slots: int) -> Any:
         """The drafter's state for a batch of prompts; `num_slots` tokens a row will pass, drafts included."""

@@ -10,11 +10,12 @@ from functools import partial
 import jax
 from ml_collections import ConfigDict
 
-from spec_jax.backend import fewest_rows
+from spec_jax.backend import fewest_rows, rows_toll
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.model import ModelDrafter, check_vocabularies
-from spec_jax.drafters.ngram import NgramDrafter, load_ngram
+from spec_jax.drafters.ngram import load_ngram
 from spec_jax.drafters.prompt_lookup import PromptLookup
+from spec_jax.drafters.thrifty import Thrifty
 from spec_jax.models.base import Model
 from spec_jax.models.t5_weights import load_t5
 from spec_jax.tokenizers import load_tokenizer, pieces
@@ -76,14 +77,17 @@ def _model(config, target, tokenizer, dtype) -> ModelDrafter:
     return ModelDrafter(load_t5(config.path, dtype).for_decoding(), fewest_rows())
 
 
-def _ngram(order: int | None, config, target, tokenizer, dtype) -> NgramDrafter:
-    return load_ngram(
-        config.counts, config.order if order is None else order, target.vocab_size, pieces(tokenizer)
-    )
+def _ngram(order: int | None, config, target, tokenizer, dtype) -> Drafter:
+    order = config.order if order is None else order
+    return _thrifty(load_ngram(config.counts, order, target.vocab_size, pieces(tokenizer)))
 
 
-def _prompt_lookup(config, target, tokenizer, dtype) -> PromptLookup:
-    return PromptLookup(config.max_ngram, config.min_ngram)
+def _prompt_lookup(config, target, tokenizer, dtype) -> Drafter:
+    return _thrifty(PromptLookup(config.max_ngram, config.min_ngram))
+
+
+def _thrifty(drafter: Drafter) -> Drafter:
+    return Thrifty(drafter, toll) if (toll := rows_toll()) else drafter
 
 
 _BUILDERS: dict[str, Callable[..., Drafter | None]] = {

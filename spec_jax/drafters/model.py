@@ -29,6 +29,8 @@ class ModelDrafter:
         least work; two keep a TPU's matrix unit in use, where a single row costs twice as much as two.
     """
 
+    always_guesses = True
+
     model: Model
     window: int = flax.struct.field(pytree_node=False, default=1)
 
