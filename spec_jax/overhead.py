@@ -9,7 +9,8 @@ Axes: B rows, G draft length, R sources, S source length, N length of a script, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import flax.struct
@@ -166,12 +167,7 @@ def measure(
     plain = pipeline.plain_program(target, settings)
     outputs = pipeline.decode_lines(sources, settings, plain).ids
     how = dict(vocab_size=settings.sampling.vocab_limit or target.vocab_size, length=settings.max_new_tokens)
-    toll = rows_toll()
-    rates = {f'oracle, {right:g} right': right for right in RIGHT}
-    oracles = {name: make_oracle(sources, outputs, right, **how) for name, right in rates.items()}
-    for right in RIGHT_THRIFTY if toll else ():
-        name = f'thrifty oracle, {right:g} right'
-        rates[name], oracles[name] = right, Thrifty(make_oracle(sources, outputs, right, **how), toll)
+    rates, oracles = _make_oracles(partial(make_oracle, sources, outputs, **how))
     everyone = oracles | drafters
 
     programs = {name: pipeline.speculative_program(target, one, settings) for name, one in everyone.items()}
@@ -195,6 +191,17 @@ def measure(
         thrifty = isinstance(everyone[name], Thrifty)
         rows.append(dict(draft=name, right=rates.get(name), thrifty=thrifty) | figures)
     return rows
+
+
+def _make_oracles(make: Callable[[float], Oracle]) -> tuple[dict[str, float], dict[str, Drafter]]:
+    """The rate and the draft of each oracle, by its name."""
+    rates = {f'oracle, {right:g} right': right for right in RIGHT}
+    oracles = {name: make(right) for name, right in rates.items()}
+    if toll := rows_toll():
+        thrifty = {f'thrifty oracle, {right:g} right': right for right in RIGHT_THRIFTY}
+        oracles |= {name: Thrifty(make(right), toll) for name, right in thrifty.items()}
+        rates |= thrifty
+    return rates, oracles
 
 
 def conclusions(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:

@@ -74,19 +74,10 @@ def distill(
         tokenizer, sources, prefix=prefix, max_source_length=max_source_length + 1
     )
     rows = [row for row, sequence in enumerate(sequences) if len(sequence) <= max_source_length]
-    journal = Journal.open(
-        workdir / 'distilled.jsonl',
-        dict(
-            sources=zlib.crc32('\n'.join(sources).encode()),
-            target=_fingerprint(target),
-            dtype=np.dtype(target.dtype).name,
-            prefix=prefix,
-            batch_size=batch_size,
-            max_source_length=max_source_length,
-            temperature=temperature,
-            seed=seed,
-        ),
-    )
+    run = dict(prefix=prefix, batch_size=batch_size, max_source_length=max_source_length)
+    run |= dict(temperature=temperature, seed=seed, dtype=np.dtype(target.dtype).name)
+    run |= dict(sources=zlib.crc32('\n'.join(sources).encode()), target=_fingerprint(target))
+    journal = Journal.open(workdir / 'distilled.jsonl', run)
     batches = data.bucket_batches([sequences[row] for row in rows], batch_size, max_source_length)
     with tqdm(total=len(rows), initial=len(journal.records), unit=' sentences', smoothing=0.05) as bar:
         sampling, key = SamplingConfig(temperature=temperature), jax.random.key(seed)
