@@ -200,6 +200,7 @@ def test_a_target_that_drafts_for_itself_is_always_accepted(job):
     assert set(figures['compile_seconds']) == {'plain', 'speculative'}
 
 
+@pytest.mark.slow
 def test_a_sampled_cell_with_a_smaller_draft(job):
     drafter = ModelDrafter(T5.create(SMALLER, jax.random.key(1)))
     figures = benchmark.measure(Cell('x', 1.0, 2, 5), job, drafter, repeats=1)

@@ -61,7 +61,9 @@ SHIPPED = dict(model=blurred, trigrams=thrifty, prompt_lookup=lambda target: Pro
 
 
 @pytest.mark.parametrize('name', conformance.CHECKS)
-@pytest.mark.parametrize('draft', SHIPPED)
+@pytest.mark.parametrize(
+    'draft', [pytest.param(draft, marks=pytest.mark.slow if draft == 'model' else ()) for draft in SHIPPED]
+)
 def test_a_shipped_draft_passes(draft, name):
     result = conformance.CHECKS[name](SHIPPED[draft])
     assert result.name == name
@@ -252,6 +254,7 @@ def all_tested(stats, bound, draft, num_accepted, emitted):
     return counted.replace(tested_at=stats.tested_at + meant)
 
 
+AT_ONCE = ('batch minimum', 'no residual')  # `-m slow` runs the others
 FAULTY_LOOPS = {
     'batch minimum': ('uneven_batches', 'verify_chain', batch_minimum, 'alone and .* in the batch'),
     'all accepted': ('greedy_identity', 'verify_chain', accept_all, "expected the target's own output"),
@@ -262,7 +265,10 @@ FAULTY_LOOPS = {
 }
 
 
-@pytest.mark.parametrize('fault', FAULTY_LOOPS)
+@pytest.mark.parametrize(
+    'fault',
+    [pytest.param(fault, marks=() if fault in AT_ONCE else pytest.mark.slow) for fault in FAULTY_LOOPS],
+)
 def test_a_faulty_loop_fails_the_check_that_is_meant_for_it(fault, monkeypatch):
     name, part, planted, message = FAULTY_LOOPS[fault]
     monkeypatch.setattr(decoding, part, planted)

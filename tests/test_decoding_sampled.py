@@ -58,7 +58,13 @@ def assert_distributed_as(tokens, expected):
 CONFIGS = [SamplingConfig(), SamplingConfig(temperature=0.8, top_k=4, top_p=0.9)]
 
 
-@pytest.mark.parametrize('sampling', CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    'sampling',
+    [
+        pytest.param(one, marks=() if one == SamplingConfig() else pytest.mark.slow, id=str(one))
+        for one in CONFIGS
+    ],
+)
 def test_200_000_continuations_are_distributed_as_the_targets(sampling):
     target, drafter = pair_of_models()
     calls = 10 if sampling == SamplingConfig() else 4

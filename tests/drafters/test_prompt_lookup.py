@@ -220,6 +220,7 @@ def test_sampled_texts_are_distributed_as_the_targets_in_an_uneven_batch():
         assert float(output.stats.overlap[row::3].sum()) == pytest.approx(float(accepted), abs=deviation)
 
 
+@pytest.mark.slow
 def test_greedy_output_of_a_t5_is_its_own():
     config = T5Config(
         vocab_size=24,

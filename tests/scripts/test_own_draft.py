@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from tiny import LINES, ROOT, save_models
+from tiny import COMPILE_QUICKLY, LINES, ROOT, save_models
 
 from spec_jax import conformance
 
@@ -24,6 +24,8 @@ SMALL = {
     ],
     'measure_alpha.py': ['--config.alpha.batch_size=4'],
 }
+
+AT_ONCE = ('shapes', 'closed_form', 'greedy_identity', 'honest_counts')  # `-m slow` runs the other checks
 
 
 @pytest.fixture(scope='module')
@@ -57,7 +59,13 @@ def test_a_script_takes_it(script, folder):
         text=True,
         cwd=folder,
         timeout=600,
-        env={'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'PATH': '/usr/bin:/bin', 'HF_HUB_OFFLINE': '1'},
+        env={
+            'PYTHONPATH': str(ROOT),
+            'JAX_PLATFORMS': 'cpu',
+            'PATH': '/usr/bin:/bin',
+            'HF_HUB_OFFLINE': '1',
+            'XLA_FLAGS': COMPILE_QUICKLY,
+        },
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((folder / script / 'report.json').read_text())
@@ -65,7 +73,10 @@ def test_a_script_takes_it(script, folder):
         assert report['greedy_match'] == 1.0
 
 
-@pytest.mark.parametrize('name', conformance.CHECKS)
+@pytest.mark.parametrize(
+    'name',
+    [pytest.param(name, marks=() if name in AT_ONCE else pytest.mark.slow) for name in conformance.CHECKS],
+)
 def test_it_conforms(name):
     space = {}
     exec(CODE, space)  # what the README shows is what is tested

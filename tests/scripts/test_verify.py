@@ -30,12 +30,7 @@ CAUGHT = {
 }
 
 # One of each tier; `-m slow` runs the others.
-AT_ONCE = [
-    'epsilon in the residual',
-    'accepts at equality',
-    'stale slot in the target cache',
-    'q of other logits',
-]
+AT_ONCE = ['epsilon in the residual', 'stale slot in the target cache', 'q of other logits']
 
 DRAFT = '''
 import dataclasses
@@ -136,6 +131,7 @@ def test_each_planted_fault_is_caught_by_the_row_meant_for_it(names, run, world)
         assert 'NOT EXACT' in out and 'FAIL' in out and not report_of(world / name)['exact'], name
 
 
+@pytest.mark.slow
 def test_lenience_is_shown_to_deviate(run, world):
     ((code, out, _),) = run([[f'--workdir={world / "lossy"}', '--config.lenience=0.5', *RULE]])
     assert code == 1 and out.startswith('LOSSY (lenience 0.5)') and 'NOT EXACT' in out
