@@ -36,7 +36,7 @@ BASE = dataclasses.replace(
 LARGE = dataclasses.replace(
     SMALL, d_model=1024, d_ff=4096, num_heads=16, num_encoder_layers=24, num_decoder_layers=24
 )
-# The sizes to compare at, and the `writes` at which about .7 of a T5-small draft's tokens are accepted.
+# The sizes to compare at, and `writes`; a report says which share of the draft's tokens is accepted.
 SHAPES = {'base': (BASE, 0.15), 'large': (LARGE, 0.12)}
 
 _WIDENED = ('d_model', 'd_ff', 'num_heads', 'num_encoder_layers', 'num_decoder_layers')
