@@ -19,7 +19,7 @@ from absl import flags
 from tqdm import tqdm
 
 from spec_jax import auto_gamma, benchmark, benchmark_report, cli, metrics, pipeline, report
-from spec_jax.drafters.build import build_named
+from spec_jax.drafters.build import build_named, own_checksum
 from spec_jax.journal import Journal
 
 _CONFIG = cli.define_config()
@@ -101,11 +101,11 @@ def _write(workdir, rows, base, config, job):
 
 def _facts(config, job, rows):
     """What a reader of the tables has to know."""
-    device, drafts = jax.devices()[0], ', '.join(dict.fromkeys(row['draft'] for row in rows))
+    drafts = ', '.join(dict.fromkeys(row['draft'] for row in rows))
     seconds = {name: sum(row['compile_seconds'][name] for row in rows) for name in ('plain', 'speculative')}
     return {
         'weights': f'Target {config.target}, drafts {drafts} (draft: {config.draft.to_dict()}), '
-        f'on {device.platform}: {device.device_kind}, {config.dtype}.',
+        f'on {report.device()}, {config.dtype}.',
         'data': f'{config.data.path}, {len(job.sources)} lines, prefix {config.data.prefix!r}, '
         f'{job.num_truncated} sources cut to {config.max_source_length} tokens; all padded to '
         f'{job.settings.max_source_length}',
@@ -120,10 +120,9 @@ def _facts(config, job, rows):
 def _run(config, job):
     """What all cells depend on."""
     run = {name: value for name, value in config.to_dict().items() if name not in _ELSEWHERE}
-    device = jax.devices()[0]
     return run | dict(
-        sources=zlib.crc32(b''.join(ids.tobytes() for ids in job.sources)),
-        device=f'{device.platform}: {device.device_kind}',
+        sources=pipeline.checksum(job.sources),
+        device=report.device(),
         metric=config.benchmark.metric,
         version=_RECORD_VERSION,
     )
@@ -132,9 +131,7 @@ def _run(config, job):
 def _identity(config, cell):
     """What one cell depends on: its values, how drafts are made, and the content of a user's own file."""
     settings = {name: value for name, value in config.draft.to_dict().items() if name != 'kind'}
-    file = pathlib.Path(cell.draft.rpartition(':')[0])
-    own = zlib.crc32(file.read_bytes()) if ':' in cell.draft.partition('=')[0] else 0
-    return repr([dataclasses.astuple(cell), sorted(settings.items()), own])
+    return repr([dataclasses.astuple(cell), sorted(settings.items()), own_checksum(cell.draft)])
 
 
 def _settings(config):

@@ -11,7 +11,6 @@ import pathlib
 import time
 from functools import partial
 
-import jax
 from absl import flags
 from tqdm import tqdm
 
@@ -41,13 +40,12 @@ def main(_):
         job.target, drafters, job.sources, settings, repeats=config.repeats, progress=progress
     )
 
-    device = jax.devices()[0]
     facts = {
         'target': config.target,
         'data': f'{config.data.path}, {len(job.sources)} lines, {job.num_truncated} of them cut to '
         f'{config.max_source_length} tokens; {rows[0]["tokens"]} tokens of output',
         'gamma': f'{settings.gamma}, batch size {settings.batch_size}, {config.repeats} runs of each batch',
-        'device': f'{device.platform}: {device.device_kind}, {config.dtype}',
+        'device': f'{report.device()}, {config.dtype}',
         'seconds': f'{time.perf_counter() - start:.0f}, compilation included',
     }
     _write(workdir, rows, facts, settings, config)

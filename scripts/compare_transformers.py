@@ -19,7 +19,6 @@ import time
 from functools import partial
 from importlib import metadata
 
-import jax
 import numpy as np
 from absl import flags
 from tqdm import tqdm
@@ -98,12 +97,12 @@ def main(_):
 
 def _facts(config, sides, rows, shared):
     """What a reader of the tables has to know."""
-    device, packages = jax.devices()[0], ('jax', 'transformers', 'torch')
+    packages = 'jax', 'transformers', 'torch'
     return {
         'data': sides.data,
         'decoding': f'gamma {config.gamma}, at most {config.max_new_tokens} tokens, {config.repeats} runs of each '
         f'prompt; of our draft {shared["acceptance_rate"]:.3f} of the tested tokens were accepted',
-        'device': f'{device.platform}: {device.device_kind}, {_cores()} threads on each side, {config.dtype}',
+        'device': f'{report.device()}, {_cores()} threads on each side, {config.dtype}',
         'software': ', '.join(f'{name} {metadata.version(name)}' for name in packages),
         'transformers': 'helped in two places where 5.24 goes wrong with a T5: its cache is made as deep as the '
         'decoder, not the encoder, and it is given a decoder mask, without which a draft reads its text twice',

@@ -8,7 +8,6 @@ with the same command, it goes on where it was.
 
 import dataclasses
 import time
-import zlib
 from functools import partial
 
 from absl import flags
@@ -56,16 +55,12 @@ def main(_):
 def _choose_gamma(job, drafter, config, kept):
     """A gamma, at least 1 where both decoders are to be compared, and what it was chosen by for the report."""
     print('gamma = auto: measuring on a few prompts', flush=True)
-    run = dict(config=config.to_dict(), sources=_checksum(job.sources))
+    run = dict(config=config.to_dict(), sources=pipeline.checksum(job.sources))
     gamma, told, measured = auto_gamma.settle(job, drafter, kept, run)
     print(told)
     if not gamma:
         print('comparing at gamma = 1 all the same' if config.compare else 'decoding plainly')
     return gamma or int(config.compare), dict(gamma_choice=measured)
-
-
-def _checksum(sources):
-    return zlib.crc32(b''.join(ids.tobytes() for ids in sources))
 
 
 def _decode(target, drafter, sources, settings, config, unfinished):
@@ -75,7 +70,7 @@ def _decode(target, drafter, sources, settings, config, unfinished):
         program = pipeline.speculative_program(target, drafter, settings)
     else:
         program = pipeline.plain_program(target, settings)
-    run = dict(config=config.to_dict(), sources=_checksum(sources))
+    run = dict(config=config.to_dict(), sources=pipeline.checksum(sources))
     journal = Journal.open(unfinished, run)
     known = sum(len(record['ids']) for record in journal.records.values())
     if known:

@@ -14,12 +14,11 @@ import time
 import zlib
 from functools import partial
 
-import jax
 from absl import flags
 from tqdm import tqdm
 
 from spec_jax import acceptance, acceptance_report, cli, pipeline, report
-from spec_jax.drafters.build import build_named
+from spec_jax.drafters.build import build_named, own_checksum
 from spec_jax.drafters.thrifty import outspoken
 from spec_jax.journal import Journal
 from spec_jax.sampling import SamplingConfig
@@ -65,7 +64,7 @@ def _measure(target, drafters, sources, settings, config, workdir):
     """A row of figures for each draft at one temperature, all along the same texts."""
     temperature = settings.sampling.temperature
     run = config.to_dict() | dict(temperature=temperature)
-    run |= dict(sources=zlib.crc32(b''.join(ids.tobytes() for ids in sources)))
+    run |= dict(sources=pipeline.checksum(sources))
     for section in ('alpha', 'draft'):
         del run[section]
     texts = acceptance.target_texts(
@@ -82,7 +81,7 @@ def _measure(target, drafters, sources, settings, config, workdir):
     rows = []
     for entry, drafter in drafters.items():
         journal = _journal(
-            workdir, run | dict(draft=entry, settings=config.draft.to_dict(), file=_crc(entry))
+            workdir, run | dict(draft=entry, settings=config.draft.to_dict(), file=own_checksum(entry))
         )
         progress = _progress(f'T={temperature:g} {entry}')
         records = acceptance.measure_lines(
@@ -132,7 +131,6 @@ def _write(workdir, rows, facts, config):
 
 def _facts(config, rows, num_lines, num_truncated, seconds):
     """What a reader of the table has to know."""
-    device = jax.devices()[0]
     per_temperature = {f'T = {row["temperature"]:g}': row for row in rows}
     return {
         'target': config.target,
@@ -145,7 +143,7 @@ def _facts(config, rows, num_lines, num_truncated, seconds):
         )
         + f', each of at most {config.max_new_tokens}',
         'sampling': f'top_k {config.top_k}, top_p {config.top_p:g}, seed {config.seed}',
-        'device': f'{device.platform}: {device.device_kind}, {config.dtype}',
+        'device': f'{report.device()}, {config.dtype}',
         'seconds': f'{seconds:.0f}, compilation included',
     }
 
@@ -177,12 +175,6 @@ def _temperatures(config):
             f'alpha.temperatures: expected numbers, separated by commas; got {config.alpha.temperatures!r}'
         ) from error
     return [SamplingConfig(temperature).temperature for temperature in dict.fromkeys(found)]
-
-
-def _crc(entry):
-    """Of a user's own file: edited since, it is another draft."""
-    file = pathlib.Path(entry.rpartition(':')[0])
-    return zlib.crc32(file.read_bytes()) if ':' in entry else 0
 
 
 if __name__ == '__main__':

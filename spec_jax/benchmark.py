@@ -244,9 +244,8 @@ def position_acceptance(rows: Stats) -> list[float | None]:
 
     A place is tested when all before it passed, unless the text or the draft ended there; None where none was.
     """
-    passed = (
-        np.asarray(rows.histogram).sum(0)[::-1].cumsum()[-2::-1]
-    )  # rounds with more than so many accepted
+    at_least = np.asarray(rows.histogram).sum(0)[::-1].cumsum()[::-1]  # rounds with so many accepted or more
+    passed = at_least[1:]
     tested = np.asarray(rows.tested_at).sum(0)
     return [float(a / b) if b else None for a, b in zip(passed, tested, strict=True)]
 

@@ -264,10 +264,11 @@ def markdown(rows: Sequence[Row], base: Cell, task: str, weights: str, facts: di
 _LEGEND = (
     'α is the mean of sum min(p, q) over tested positions, accepted the share of them that passed, c the draft '
     "step over a plain step, cost of rows the target's call over γ + 1 positions over a plain step. Predicted is "
-    'Theorem 3.8, which takes cost of rows as 1; attainable is tokens/call / (γ c + cost of rows). Speed-up is of '
-    'decoding proper, without prefill and compilation, both decoders by turns, tokens counted alike. The interval '
-    f'is a bootstrap over batches of prompts; none below {FEWEST_BATCHES} batches. Operations are those of Theorem '
-    '3.11, plain decoding = 1. Quality: {kinds}.'
+    'Theorem 3.8, which takes cost of rows as 1; attainable is tokens/call / (γ c + cost of rows, or 1 in a round '
+    'without a guess where that is a call over one row). Speed-up is of decoding proper, without prefill and '
+    'compilation, both decoders by turns, tokens counted alike. The interval is a bootstrap over batches of '
+    f'prompts; none below {FEWEST_BATCHES} batches. Operations are those of Theorem 3.11, plain decoding = 1. '
+    'Quality: {kinds}.'
 )
 _PLACES = (
     'Of the rounds in which the token at this place was tested, that is, in which all before it had passed and '

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
@@ -100,6 +101,11 @@ def fit_to_vocabulary(settings: Settings, target: Model, tokenizer) -> Settings:
         )
     sampling = dataclasses.replace(settings.sampling, vocab_limit=len(tokenizer))
     return dataclasses.replace(settings, sampling=sampling)
+
+
+def checksum(sources: Sequence[np.ndarray]) -> int:
+    """A number that tells one set of encoded lines from another, for journals."""
+    return zlib.crc32(b''.join(ids.tobytes() for ids in sources))
 
 
 def one_width(settings: Settings, sources: Sequence[np.ndarray]) -> Settings:

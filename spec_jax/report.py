@@ -59,6 +59,12 @@ def write_text(path: pathlib.Path, text: str) -> None:
         raise
 
 
+def device() -> str:
+    """What the run is on, in words."""
+    one = jax.devices()[0]
+    return f'{one.platform}: {one.device_kind}'
+
+
 def write_report(workdir: pathlib.Path, figures: dict[str, Any], config: ConfigDict) -> dict[str, Any]:
     """Writes report.json: `KEYS`, filled from `figures` or None, then whatever else figures hold.
 
@@ -66,10 +72,7 @@ def write_report(workdir: pathlib.Path, figures: dict[str, Any], config: ConfigD
       The report.
     """
     report: dict[str, Any] = dict.fromkeys(KEYS)
-    device = jax.devices()[0]
-    report |= dict(
-        device=f'{device.platform}: {device.device_kind}', dtype=config.dtype, config=config.to_dict()
-    )
+    report |= dict(device=device(), dtype=config.dtype, config=config.to_dict())
     report |= figures
     write_text(workdir / 'report.json', json.dumps(report, indent=2, ensure_ascii=False) + '\n')
     return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pathlib
+import zlib
 from collections.abc import Callable
 from functools import partial
 
@@ -99,6 +100,13 @@ _BUILDERS: dict[str, Callable[..., Drafter | None]] = {
     'none': _none,
 }
 KINDS = tuple(_BUILDERS)
+
+
+def own_checksum(entry: str) -> int:
+    """Of the file in an entry FILE.py:NAME, which edited since is another draft; 0 for other entries."""
+    if ':' not in entry.partition('=')[0]:
+        return 0
+    return zlib.crc32(pathlib.Path(entry.rpartition(':')[0]).read_bytes())
 
 
 def _own(config, target, tokenizer) -> Drafter:
