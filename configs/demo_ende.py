@@ -24,6 +24,7 @@ def get_config() -> ConfigDict:
                 min_ngram=1,  # and the fewest
             ),
             dtype='float32',
+            mesh=dict(data=1, model=1),  # devices over which rows, and weights, are split
             gamma=FieldReference(4, field_type=object),  # or auto: measured on a few lines
             batch_size=1,
             max_new_tokens=128,
@@ -65,7 +66,7 @@ def get_config() -> ConfigDict:
                 rule=True,  # False leaves the accept/resample rule itself out
                 greedy_prompts=12,  # 0 leaves greedy decoding out
                 sampled_prompts=4,
-                samples=2048,  # speculative texts, and twice as many plain ones; 0 leaves sampling out
+                samples=1536,  # speculative texts, and twice as many plain ones; 0 leaves sampling out
                 tokens=7,  # of a sampled text; gamma + 3 where that is more
                 rows=64,  # of a batch of them
             ),

@@ -48,6 +48,7 @@ def get_config(task='wmt_ende', target='./target', draft='./draft', gamma=5) -> 
             target=target,
             draft=dict(kind='model', path=draft, counts='', order=3, max_ngram=3, min_ngram=1),
             dtype='bfloat16',  # float32 on a CPU
+            mesh=dict(data=1, model=1),  # devices over which rows, and weights, are split
             gamma=FieldReference(gamma, field_type=object),  # or auto: measured on a few lines
             batch_size=1,
             max_new_tokens=128,

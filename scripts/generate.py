@@ -4,6 +4,13 @@
 
 Leaves W/output.txt, a line for each line of the input, and W/report.json. Stopped at any moment and started again
 with the same command, it goes on where it was.
+
+--config.mesh.data=2 --config.mesh.model=4 spreads the rows of a batch and the weights over eight devices. Where
+they are of several machines, start the same command on each with
+
+    --coordinator=HOST:PORT --num_processes=2 --process_id=0    (1 on the other; HOST is the first one)
+
+or, on a TPU pod or under Slurm, with --coordinator=auto. The first process writes and prints.
 """
 
 import dataclasses
@@ -13,17 +20,22 @@ from functools import partial
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax import analysis, auto_gamma, cli, metrics, pipeline, report
+from spec_jax import analysis, auto_gamma, cli, metrics, pipeline, processes, report
 from spec_jax.drafters.build import build_drafter
 from spec_jax.journal import Journal
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for output.txt and report.json.', required=True)
+_COORDINATOR = flags.DEFINE_string(
+    'coordinator', None, 'HOST:PORT of the first of several processes; auto on a TPU pod or under Slurm.'
+)
+_NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many there are.')
+_PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Number of this one, from 0.')
 _SHOWN = 5  # lines printed as a sample
-_progress = partial(tqdm, unit='batch', dynamic_ncols=True)
 
 
 def main(_):
+    processes.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
     job = pipeline.load(config, pipeline.settings_from(config, auto=auto_gamma.PROBE))
     drafter = build_drafter(config.draft, job.target, job.tokenizer, config.dtype)
@@ -46,10 +58,15 @@ def main(_):
     output = workdir / ('output.LOSSY.txt' if settings.lenience < 1 else 'output.txt')
     report.write_text(output, ''.join(f'{text}\n' for text in final))
     figures = report.write_report(workdir, figures, config)
-    for name in ('unfinished.jsonl', 'gamma.jsonl'):
-        (workdir / name).unlink(missing_ok=True)
+    if processes.is_first():
+        for name in ('unfinished.jsonl', 'gamma.jsonl'):
+            (workdir / name).unlink(missing_ok=True)
     _show(job.examples, texts, figures)
     print(f'\nall {len(final)} lines: {output}   figures: {workdir / "report.json"}')
+
+
+def _progress(batches, desc):
+    return tqdm(batches, desc=desc, unit='batch', dynamic_ncols=True, disable=not processes.is_first())
 
 
 def _choose_gamma(job, drafter, config, kept):
@@ -57,6 +74,7 @@ def _choose_gamma(job, drafter, config, kept):
     print('gamma = auto: measuring on a few prompts', flush=True)
     run = dict(config=config.to_dict(), sources=pipeline.checksum(job.sources))
     gamma, told, measured = auto_gamma.settle(job, drafter, kept, run)
+    gamma = processes.from_first(lambda: gamma)  # each has a clock of its own
     print(told)
     if not gamma:
         print('comparing at gamma = 1 all the same' if config.compare else 'decoding plainly')

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from spec_jax.sharding import rows_are_apart
+
 NO_POSITION = -1  # position of a slot that no query may look at
 
 # Up to this many rows, one in-place update a row is faster on every backend than a scatter.
@@ -69,7 +71,7 @@ def write(buffer: Array, update: Array, start: Array, axis: int) -> Array:
       [B, ...], the buffer with row b's slots start[b] .. start[b] + T - 1 replaced.
     """
     update = update.astype(buffer.dtype)
-    if buffer.shape[0] > _MAX_UNROLLED_ROWS:
+    if buffer.shape[0] > _MAX_UNROLLED_ROWS or rows_are_apart():  # one row's update would go to every device
         one_row = lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis - 1)  # noqa: E731
         return jax.vmap(one_row)(buffer, update, start)
     for row in range(buffer.shape[0]):

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from spec_jax.models.zarr_folder import shortly
+
 TOKENIZER_FILES = ('spiece.model', '*token*.json')  # tokenizer.json, tokenizer_config.json and their like
 
 
@@ -64,7 +66,7 @@ def save(manager: ocp.CheckpointManager, step: int, state: Any) -> None:
             pathlib.Path(manager.directory)
         )  # what is still being written goes at the next start
         raise OSError(
-            f'{manager.directory}: expected to save step {step}, got {_shortly(error)}; '
+            f'{manager.directory}: expected to save step {step}, got {shortly(error)}; '
             'make room or choose another --workdir, then start again: older checkpoints are intact'
         ) from error
 
@@ -144,15 +146,6 @@ def _difference(like: Any, expected: list, came: list) -> str:
 
 def _damaged(where: str, error: Exception) -> str:
     return (
-        f'{where}: expected a whole checkpoint, got {_shortly(error)}; '
+        f'{where}: expected a whole checkpoint, got {shortly(error)}; '
         'remove this folder to go on from the checkpoint before it'
     )
-
-
-def _shortly(error: Exception) -> str:
-    """What happened, in some 200 characters: TensorStore says where at the beginning and why at the end."""
-    text = ' '.join(str(error).split())
-    text = text.partition(' [tensorstore_spec=')[0].partition(' See full TensorStore details')[0]
-    if len(text) > 200:
-        text = f'{text[:80]} ... {text[-110:]}'
-    return f'{type(error).__name__}: {text}' if text else type(error).__name__

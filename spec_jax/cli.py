@@ -1,5 +1,5 @@
-"""What the scripts share at their front door: a config flag, quiet logs, and one line instead of a traceback
-where the user can mend it.
+"""What the scripts share at their front door: a config flag, a profiler, quiet logs, and one line instead of a
+traceback where the user can mend it.
 
     _CONFIG = cli.define_config()
 
@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 # Read by transformers when it is imported, which would tell every user that PyTorch was not found.
 os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'error')
@@ -23,8 +24,16 @@ os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 from absl import app, flags, logging  # noqa: E402
 from ml_collections import config_flags  # noqa: E402
 
+from spec_jax import profiling  # noqa: E402
+
 # What a user can cause: bad values, missing or unwritable files, NaN from a model. All else is our fault.
 USER_ERRORS = (ValueError, OSError, FloatingPointError)
+
+_PROFILE = flags.DEFINE_string(
+    'profile',
+    None,
+    "Folder for a trace of the run by JAX's profiler; the shorter the run, the easier to read.",
+)
 
 
 def define_config() -> flags.FlagHolder:
@@ -38,7 +47,8 @@ def run(main: Callable[[Sequence[str]], object]) -> None:
     """Parses the flags and runs `main(argv)`; does not return.
 
     Exits with 0; with 1 behind a line `error: ...` on stderr for one of `USER_ERRORS` or a bad flag; with
-    130 on Ctrl-C. Under --verbosity=1 the traceback and the libraries' own logs are shown too.
+    130 on Ctrl-C. Under --verbosity=1 the traceback and the libraries' own logs are shown too. With --profile=DIR
+    the run is traced (`profiling.trace`).
     """
     flags.FLAGS.set_default('verbosity', logging.FATAL)
     app.run(lambda argv: _guarded(main, argv), flags_parser=_parse)
@@ -122,10 +132,21 @@ def _guarded(main: Callable, argv: Sequence[str]) -> None:
         logging.set_verbosity(logging.FATAL)
         sys.unraisablehook = lambda _: None
     try:
-        main(argv)
+        with _traced():
+            main(argv)
     except KeyboardInterrupt:
         sys.exit(130)
     except USER_ERRORS as error:
         if not quiet:
             raise
         sys.exit(f'error: {one_line(error)}')
+
+
+def _traced() -> AbstractContextManager:
+    """What --profile asks for."""
+    if _PROFILE.value is None:
+        return nullcontext()
+    # The profiler looks for devices, which must not happen before the processes have found each other.
+    if 'coordinator' in flags.FLAGS and flags.FLAGS.coordinator:
+        raise ValueError('profile: expected a process that is alone; got --coordinator too: leave one out')
+    return profiling.trace(_PROFILE.value)

@@ -27,6 +27,7 @@ import numpy as np
 from jax import Array, lax
 
 from spec_jax import cache as kv
+from spec_jax import processes
 from spec_jax.backend import fewest_rows, jit, rows_toll
 from spec_jax.drafters.base import Drafter
 from spec_jax.models.base import Model, block_size, last_tokens, read_block, read_window
@@ -89,13 +90,18 @@ def plain_generate(
     )
 
 
-@jit(static_argnames=('gamma', 'max_new_tokens', 'sampling', 'lenience'))
-def _generate(target, drafter, inputs, keys, *, gamma, max_new_tokens, sampling, lenience) -> Output:
+def speculative_loop(
+    target: Model, drafter: Drafter, inputs: Inputs, keys: Array, *, gamma, max_new_tokens, sampling, lenience
+) -> Output:
+    """The program behind `generate`, to be traced: keys [B], one a row; the last four are static."""
     sizes = dict(gamma=gamma, max_new_tokens=max_new_tokens)
     state = prefill(target, drafter, inputs, keys, **sizes)
     body_fn = partial(speculative_step, target, drafter, **sizes, sampling=sampling, lenience=lenience)
     state = lax.while_loop(cond_fn, body_fn, state)
     return finish(state.context, state.failed, state.stats, max_new_tokens, target.pad_id)
+
+
+_generate = jit(speculative_loop, static_argnames=('gamma', 'max_new_tokens', 'sampling', 'lenience'))
 
 
 def prefill(
@@ -145,8 +151,8 @@ def speculative_step(
     with jax.named_scope('target'):
         chooses = skips_rows(state.done.shape[0]) and not getattr(drafter, 'always_guesses', False)
         hidden, logits, target_cache = _score(target, state.target_cache, context, draft, chooses)
-        p = logits_to_probs(logits, sampling)  # [B, G + 1, V]
     with jax.named_scope('verify'):
+        p = logits_to_probs(logits, sampling)  # [B, G + 1, V]
         bound = p if lenience == 1 else lenient_bound(p, logits, sampling, lenience)
         verified = verify_chain(p, draft, verify_keys, bound)
         failed = jnp.where(state.done, 0, failures(p, draft))
@@ -234,9 +240,10 @@ def plain_step(
     """
     context = state.context
     window = fewest_rows() if context.length.shape[0] == 1 else 1
-    logits, target_cache = read_window(
-        target, state.target_cache, last_tokens(context, window), context.length - 1
-    )
+    with jax.named_scope('target'):
+        logits, target_cache = read_window(
+            target, state.target_cache, last_tokens(context, window), context.length - 1
+        )
     p = logits_to_probs(logits, sampling)  # [B, V]
     token = sample(jax.vmap(lambda key: jax.random.fold_in(key, state.round))(state.keys), p)[:, None]
 
@@ -369,7 +376,11 @@ _FAILURES = {
 
 
 def raise_on_failure(output):
-    """Gives back what has a `failed` [B] of 0 in every row, such as an `Output`; else raises FloatingPointError."""
+    """Gives back what has a `failed` [B] of 0 in every row, such as an `Output`; else raises FloatingPointError.
+
+    Of several processes, each gets all rows.
+    """
+    output = processes.whole(output)
     failed = np.asarray(output.failed)
     for kind, message in _FAILURES.items():
         rows = np.flatnonzero(failed & kind.value)

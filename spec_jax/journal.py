@@ -9,6 +9,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from spec_jax import processes
+
 
 @dataclasses.dataclass
 class Journal:
@@ -28,13 +30,13 @@ class Journal:
     def open(cls, path: pathlib.Path, run: dict[str, Any]) -> Journal:
         """Reads the journal of `run`, if there is one; half a line at its end is cut off.
 
+        Of several processes the first reads and writes, and all know the records.
+
         Raises:
           ValueError: the file is another run's, or is damaged.
           OSError: it cannot be read.
         """
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        if lines and not lines[-1].endswith(b'\n'):
-            os.truncate(path, path.stat().st_size - len(lines.pop()))
+        lines = processes.from_first(lambda: _whole_lines(path))
         if not lines:
             return cls(path, run, {})
         try:
@@ -54,9 +56,19 @@ class Journal:
     def add(self, rows: Sequence[int], records: Sequence[dict[str, Any]]) -> None:
         """Appends those that are not there yet."""
         new = {row: one for row, one in zip(rows, records, strict=True) if row not in self.records}
+        self.records |= new
+        if not processes.is_first():
+            return
         begun = self.path.exists() and self.path.stat().st_size > 0
         lines = [] if begun else [{'run': self.run}]
         lines += [{'row': row, **one} for row, one in new.items()]
         with open(self.path, 'a', encoding='utf-8') as file:
             file.write(''.join(json.dumps(line, ensure_ascii=False) + '\n' for line in lines))
-        self.records |= new
+
+
+def _whole_lines(path: pathlib.Path) -> list[str]:
+    """The file's lines; one without an end is cut off."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if lines and not lines[-1].endswith(b'\n'):
+        os.truncate(path, path.stat().st_size - len(lines.pop()))
+    return [line.decode(errors='replace') for line in lines]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from spec_jax import analysis, data, hub_data, timing
+from spec_jax import analysis, data, hub_data, processes, sharding, timing
 from spec_jax.decoding import MAX_GAMMA, generate, plain_generate, skips_rows
 from spec_jax.drafters.base import Drafter
 from spec_jax.journal import Journal
@@ -61,6 +61,8 @@ class Settings:
 def settings_from(config: ConfigDict, auto: int | None = None) -> Settings:
     """The settings that a config asks for; plain decoding (gamma 0) where it names no draft.
 
+    The batch size is the next one that `mesh.data` divides.
+
     Args:
       config: a recipe.
       auto: stands for a gamma of `AUTO` until one is chosen; None refuses it.
@@ -81,11 +83,12 @@ def settings_from(config: ConfigDict, auto: int | None = None) -> Settings:
         )
     if not 0 < config.lenience <= 1:
         raise ValueError(f'lenience: expected a number in (0, 1], got {config.lenience}; 1 is exact')
+    rows_at_once, _ = sharding.mesh_sizes(config.get('mesh'))
     return Settings(
         gamma=0 if config.draft.kind == 'none' else gamma,
         max_new_tokens=config.max_new_tokens,
         sampling=SamplingConfig(config.temperature, config.top_k, config.top_p),
-        batch_size=config.batch_size,
+        batch_size=-(-config.batch_size // rows_at_once) * rows_at_once,
         max_source_length=config.max_source_length,
         seed=config.seed,
         lenience=config.lenience,
@@ -143,10 +146,10 @@ class Job:
 
 
 def load(config: ConfigDict, settings: Settings, default_limit: int | None = None) -> Job:
-    """Reads the data, the target and its tokenizer.
+    """Reads the data, the target and its tokenizer; whatever is placed from here on is placed on the config's mesh.
 
     Args:
-      config: with `target`, `dtype`, `max_source_length`, `on_long` and `data`: `path` is a file
+      config: with `target`, `dtype`, `max_source_length`, `on_long`, `mesh` and `data`: `path` is a file
         (`data.read_examples`) or a data set (`hub_data`), `target_path` parallel text (`data.add_targets`).
       settings: of `settings_from`.
       default_limit: how many lines to take where `data.limit` is 0; None for all.
@@ -154,9 +157,11 @@ def load(config: ConfigDict, settings: Settings, default_limit: int | None = Non
     Raises:
       OSError, ValueError: a file, a data set or a model is missing, damaged or unfit.
     """
+    sharding.use_mesh(*sharding.mesh_sizes(config.get('mesh')))
     examples = _read(config.data, config.data.limit or default_limit)
     tokenizer = load_tokenizer(config.target)
-    target = load_t5(config.target, config.dtype).for_decoding()
+    target = load_t5(config.target, config.dtype, place=sharding.placer()).for_decoding()
+    target = sharding.shard(target)
     sources, num_truncated = data.encode_sources(
         tokenizer,
         [example.source for example in examples],
@@ -235,8 +240,9 @@ def batches(sources: list[np.ndarray], settings: Settings) -> Iterable[tuple[dat
     for batch in data.bucket_batches(some, settings.batch_size, widest, smallest=narrowest):
         rows = np.array([lines[row] if row >= 0 else -1 for row in batch.rows])
         mask = batch.mask & (rows >= 0)[:, None]  # an empty mask is a finished row
-        inputs = Inputs(jnp.asarray(batch.tokens), jnp.asarray(mask))
-        yield batch._replace(rows=rows), inputs, row_keys(run_key, np.maximum(rows, 0))
+        inputs = Inputs(sharding.by_row(batch.tokens), sharding.by_row(mask))
+        keys = row_keys(run_key, sharding.by_row(np.maximum(rows, 0).astype(np.uint32)))
+        yield batch._replace(rows=rows), inputs, keys
 
 
 def decode_lines(
@@ -416,7 +422,7 @@ def _next_log_probs(target: Model, source: np.ndarray, prefix: np.ndarray) -> np
     hidden, _ = target.decode(
         tokens, jnp.arange(tokens.shape[1])[None], target.encode(inputs, tokens.shape[1])
     )
-    return np.asarray(jax.nn.log_softmax(target.logits(hidden)[0, -1]))
+    return np.asarray(processes.whole(jax.nn.log_softmax(target.logits(hidden)[0, -1])))
 
 
 def step_timer(

@@ -12,7 +12,7 @@ import jax
 from ml_collections import ConfigDict
 from tabulate import tabulate
 
-from spec_jax import analysis
+from spec_jax import analysis, processes, sharding
 
 # The keys of report.json that every run has, in this order; None where a run did not measure one.
 KEYS = (
@@ -37,19 +37,28 @@ KEYS = (
 
 
 def make_workdir(path: str | os.PathLike) -> pathlib.Path:
-    """Creates the folder and sees that it can be written.
+    """Creates the folder and sees that it can be written; the first of several processes does.
 
     Raises:
       OSError: where it cannot, before any work is done.
     """
     folder = pathlib.Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        return folder
+
+    def make() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+
+    processes.from_first(make)
+    return folder
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes beside the file and renames, so that there is never half of it."""
+    """Writes beside the file and renames, so that there is never half of it.
+
+    Of several processes the first does.
+    """
+    if not processes.is_first():
+        return
     beside = path.with_name(path.name + '.partial')
     try:
         beside.write_text(text, encoding='utf-8')
@@ -61,8 +70,8 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 def device() -> str:
     """What the run is on, in words."""
-    one = jax.devices()[0]
-    return f'{one.platform}: {one.device_kind}'
+    one, mesh = jax.devices()[0], sharding.mesh_in_use()
+    return f'{one.platform}: {one.device_kind}' + (f' x {mesh.size}' if mesh else '')
 
 
 def write_report(workdir: pathlib.Path, figures: dict[str, Any], config: ConfigDict) -> dict[str, Any]:

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from spec_jax.sharding import whole_distributions
+
 _BLOCK = 128  # tokens that `sample` sums before it looks at any of them
 
 
@@ -73,6 +75,8 @@ def logits_to_probs(logits: Array, config: SamplingConfig) -> Array:
         return jnp.where(jnp.isfinite(highest), one_hot.astype(jnp.float32), jnp.nan)
     scaled = (logits - logits.max(-1, keepdims=True)) / config.temperature  # this way round: no overflow
     probs = jax.nn.softmax(scaled, axis=-1)
+    if config.top_k or config.top_p < 1:
+        probs = whole_distributions(probs)
     if 0 < config.top_k < vocab_size:
         probs = _keep(probs, lambda kept: (kept > 0).sum(-1, keepdims=True) >= config.top_k)
     if config.top_p < 1:

@@ -17,6 +17,8 @@ from spec_jax.models.t5 import T5, T5Config
 from spec_jax.sampling import SamplingConfig, row_keys
 from spec_jax.types import Inputs
 
+# Options that undo what conftest.py does to compile quickly.
+AS_USERS = dict(xla_backend_optimization_level=3, xla_cpu_use_fusion_emitters=True)
 on_cpu = pytest.mark.skipif(jax.default_backend() != 'cpu', reason="these are the CPU backend's ways")
 
 
@@ -37,7 +39,7 @@ def test_jit_compiles_once_a_shape_and_keeps_static_arguments():
 def test_products_are_left_to_the_kernels_that_are_fast_for_few_rows(monkeypatch):
     product = lambda x, y: x @ y  # noqa: E731
     shapes = jnp.ones((4, 64)), jnp.ones((64, 256))
-    assert 'ynn' not in backend.jit(product).lower(*shapes).compile().as_text()
+    assert 'ynn' not in backend.jit(product).lower(*shapes).compile(AS_USERS).as_text()
     monkeypatch.setenv('XLA_FLAGS', '--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT')
     backend._options.cache_clear()
     assert backend._options() is None  # the user's word stands
@@ -75,8 +77,8 @@ def test_no_cache_and_no_weight_is_copied_in_the_loop(example, gamma):
     how = dict(max_new_tokens=120, sampling=SamplingConfig(temperature=0.0))
     plain = _plain_generate.lower(target, inputs, keys, **how)
     speculative = _generate.lower(target, drafter, inputs, keys, gamma=gamma, lenience=1.0, **how)
-    assert loop_copies(plain.compile().as_text()) == []
-    assert loop_copies(speculative.compile().as_text()) == []
+    assert loop_copies(plain.compile(AS_USERS).as_text()) == []
+    assert loop_copies(speculative.compile(AS_USERS).as_text()) == []
 
 
 @on_cpu
@@ -84,5 +86,5 @@ def test_nor_where_a_round_without_a_guess_is_a_call_over_one_row(example):
     target, _, inputs, keys = example
     how = dict(gamma=4, max_new_tokens=120, sampling=SamplingConfig(temperature=0.0), lenience=1.0)
     drafter = Thrifty(PromptLookup(), 0.35)
-    compiled = _generate.lower(target, drafter, inputs, keys, **how).compile()
+    compiled = _generate.lower(target, drafter, inputs, keys, **how).compile(AS_USERS)
     assert loop_copies(compiled.as_text()) == []

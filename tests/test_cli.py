@@ -1,7 +1,9 @@
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
+from absl import flags
 
 from spec_jax import cli
 
@@ -33,3 +35,20 @@ def test_handlers_are_as_before_when_nothing_came():
     with cli.StopSignal():
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(('args', 'refused'), [(['--coordinator=10.0.0.1:8476'], True), ([], False)])
+def test_the_profiler_is_for_a_process_that_is_alone(args, refused, monkeypatch, tmp_path):
+    own = flags.FlagValues()
+    flags.DEFINE_string('coordinator', None, '', flag_values=own)
+    own(['script', *args])
+    monkeypatch.setattr(cli.flags, 'FLAGS', own)
+    monkeypatch.setattr(cli, '_PROFILE', SimpleNamespace(value=tmp_path / 'trace'))
+    if refused:
+        with pytest.raises(ValueError, match='profile: expected a process that is alone'):
+            cli._traced()
+        assert not (tmp_path / 'trace').exists()
+    else:
+        with cli._traced():
+            pass
+        assert list((tmp_path / 'trace').glob('plugins/profile/*/*.xplane.pb'))

@@ -57,6 +57,11 @@ def thrifty(target):
     return Thrifty(trigrams(target), toll=0.35)
 
 
+def use_optimised(request, name):
+    if name in ('tokens_follow_q', 'joint_distribution'):  # tens of thousands of texts
+        request.getfixturevalue('optimised')
+
+
 SHIPPED = dict(model=blurred, trigrams=thrifty, prompt_lookup=lambda target: PromptLookup())
 
 
@@ -64,7 +69,8 @@ SHIPPED = dict(model=blurred, trigrams=thrifty, prompt_lookup=lambda target: Pro
 @pytest.mark.parametrize(
     'draft', [pytest.param(draft, marks=pytest.mark.slow if draft == 'model' else ()) for draft in SHIPPED]
 )
-def test_a_shipped_draft_passes(draft, name):
+def test_a_shipped_draft_passes(draft, name, request):
+    use_optimised(request, name)
     result = conformance.CHECKS[name](SHIPPED[draft])
     assert result.name == name
     assert result.passed, result.detail
@@ -191,8 +197,9 @@ def run(name, make):
 
 
 @pytest.mark.parametrize('fault', FAULTY_DRAFTS)
-def test_a_faulty_draft_fails_the_check_that_is_meant_for_it(fault):
+def test_a_faulty_draft_fails_the_check_that_is_meant_for_it(fault, request):
     name, parts, message = FAULTY_DRAFTS[fault]
+    use_optimised(request, name)
     sound = same if name == 'acceptance_of_1' else blurred
     result = run(name, lambda target: Faulty(sound(target), **parts))
     assert not result.passed, result.detail
@@ -269,8 +276,9 @@ FAULTY_LOOPS = {
     'fault',
     [pytest.param(fault, marks=() if fault in AT_ONCE else pytest.mark.slow) for fault in FAULTY_LOOPS],
 )
-def test_a_faulty_loop_fails_the_check_that_is_meant_for_it(fault, monkeypatch):
+def test_a_faulty_loop_fails_the_check_that_is_meant_for_it(fault, monkeypatch, request):
     name, part, planted, message = FAULTY_LOOPS[fault]
+    use_optimised(request, name)
     monkeypatch.setattr(decoding, part, planted)
     result = run(name, lambda target: Faulty(blurred(target), name=fault))
     assert not result.passed, result.detail

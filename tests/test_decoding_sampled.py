@@ -21,6 +21,8 @@ from spec_jax.testing import (
     prompts,
 )
 
+pytestmark = pytest.mark.usefixtures('optimised')
+
 V, EOS = 5, 1
 BATCH = 20_000
 LENGTH = 6

@@ -11,10 +11,10 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from spec_jax import acceptance_report, analysis, benchmark_report, plan
+from spec_jax import acceptance_report, analysis, benchmark_report, plan, profiling
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'notebooks'
-NAMES = ('quickstart', 'paper_tables', 'choosing_gamma')
+NAMES = ('quickstart', 'paper_tables', 'choosing_gamma', 'tpu')
 LINES = 3
 # Run behind a notebook's last cell, in its namespace: what the tests look at, as JSON.
 _PROBES = {
@@ -31,6 +31,11 @@ _PROBES = {
     'choosing_gamma': """
         best=best, alphas=alphas, costs=costs, example=example, hopeless=hopeless, rows=rows, choices=choices,
         batches=batches, title=title
+    """,
+    'tpu': """
+        figures=figures, seconds=seconds, needs=memory.table(needs), hub_figures=hub_figures,
+        counted=[counted.count, counted.from_cache], line=int(batch.rows[0]), again=pipeline.row_ids(again)[0],
+        ids=[one.tolist() for one in results['plain'].ids]
     """,
 }
 # Compiling is nearly all that they do in small; this halves it. XLA ends the program at a flag it does not know.
@@ -93,6 +98,9 @@ def run(tmp_path_factory):
         JAX_PLATFORMS='cpu',
         HF_HUB_OFFLINE='1',
         XLA_FLAGS=_COMPILE_QUICKLY,
+        JAX_COMPILATION_CACHE_DIR=str(home / 'compiled'),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',
+        TMPDIR=str(home),
         IPYTHONDIR=str(home),
         JUPYTER_CONFIG_DIR=str(home),
     )
@@ -128,7 +136,7 @@ def test_nothing_but_tables_pictures_and_text_comes_out(run):
         ]
         pictures[name] = [struct.unpack('>II', base64.b64decode(png)[16:24]) for png in found]
     assert {name: len(sizes) for name, sizes in pictures.items()} == dict(
-        quickstart=3, paper_tables=4, choosing_gamma=8
+        quickstart=3, paper_tables=4, choosing_gamma=8, tpu=1
     )
     assert all(min(size) > 150 and max(size) > 500 for sizes in pictures.values() for size in sizes)
 
@@ -242,8 +250,30 @@ def test_choosing_gamma(run):
     ]
 
 
-def test_what_the_same_pair_measures_is_the_same_in_all_three(run):
+def test_tpu_runs_on_a_cpu_but_for_the_pair_from_the_hub(run):
+    cells, found = run['tpu']
+    assert found['figures']['greedy_match'] == 1 and found['hub_figures'] is None
+    assert found['again'] == found['ids'][found['line']]
+    count, from_cache = found['counted']
+    assert 0 < from_cache == count
+    seconds = found['seconds']
+    assert list(seconds) == list(profiling.SCOPES) and all(seconds.values())
+    assert seconds['target'] > seconds['update']
+    tables = [
+        output.data['text/markdown'] for output in outputs(cells) if 'text/markdown' in output.get('data', {})
+    ]
+    assert tables == [found['needs']] and 'xxl + small, batch 16' in tables[0]
+    text = ''.join(output.text for output in outputs(cells) if output.output_type == 'stream')
+    assert 'no accelerator here: left out' in text and ' x cpu: ' in text
+
+
+def test_what_the_same_pair_measures_is_the_same_in_all_of_them(run):
     counted = ('tokens', 'rounds', 'alpha', 'accepted_histogram')
     first = run['quickstart'][1]['figures']
-    for other in (run['paper_tables'][1]['speeds'][0], run['choosing_gamma'][1]['rows'][0]):
+    others = (
+        run['paper_tables'][1]['speeds'][0],
+        run['choosing_gamma'][1]['rows'][0],
+        run['tpu'][1]['figures'],
+    )
+    for other in others:
         assert {name: other[name] for name in counted} == {name: first[name] for name in counted}

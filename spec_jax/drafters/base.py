@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import jax
 from jax import Array
 
 from spec_jax.sampling import SamplingConfig, first, logits_to_probs, sample
@@ -69,7 +70,8 @@ def draw(keys: Array, logits: Array, sampling: SamplingConfig) -> tuple[Array, A
       tokens [B] int32, and q [B, V], or None where greedy (one-hot, which the loop need not be told). A greedy
       token is -1 where the logits have no highest.
     """
-    probs = logits_to_probs(logits, sampling)
-    if sampling.temperature > 0:
-        return sample(keys, probs), probs
-    return first(probs == 1, missing=-1), None
+    with jax.named_scope('draw'):
+        probs = logits_to_probs(logits, sampling)
+        if sampling.temperature > 0:
+            return sample(keys, probs), probs
+        return first(probs == 1, missing=-1), None

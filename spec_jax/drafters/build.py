@@ -11,6 +11,7 @@ from functools import partial
 import jax
 from ml_collections import ConfigDict
 
+from spec_jax import sharding
 from spec_jax.backend import fewest_rows, rows_toll
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.model import ModelDrafter, check_vocabularies
@@ -75,7 +76,8 @@ def _none(config, target, tokenizer, dtype) -> None:
 
 def _model(config, target, tokenizer, dtype) -> ModelDrafter:
     check_vocabularies(pieces(tokenizer), pieces(load_tokenizer(config.path)))
-    return ModelDrafter(load_t5(config.path, dtype).for_decoding(), fewest_rows())
+    model = load_t5(config.path, dtype, place=sharding.placer()).for_decoding()
+    return ModelDrafter(sharding.shard(model), fewest_rows())
 
 
 def _ngram(order: int | None, config, target, tokenizer, dtype) -> Drafter:

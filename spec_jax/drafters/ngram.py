@@ -14,8 +14,8 @@ No table is as wide as the vocabulary is, but for the unigrams: a context keeps 
 the other in one array. With C contexts of k tokens, E successors in all and at most 4 C buckets, on the device:
 
     order 1      4 V bytes                           V = 32128: 129 kB
-    order k + 1  (4 k + 28) C + 8 E bytes, at most   V = 32128: 9.3 MB for k = 1, every token a context of K = 32
-                                                     (V x V floats would be 4.1 GB); 36 C + 8 E for k = 2, which
+    order k + 1  (4 k + 32) C + 8 E bytes, at most   V = 32128: 9.4 MB for k = 1, every token a context of K = 32
+                                                     (V x V floats would be 4.1 GB); 40 C + 8 E for k = 2, which
                                                      is 11 MB for 100,000 contexts of 900,000 successors
 
 A context is found by hashing and compared token for token, so that it is never taken for another.
@@ -63,6 +63,7 @@ class Level:
       probs: [E + 1] float32, c(h w) / (c(h) + T(h)).
       backoff: [C + 1] float32, 1 in the last row.
       best: [C + 1] int32, the most probable token behind each context; -1 in the last row.
+      best_prob: [C + 1] float32, its q.
       depth: P, the most contexts of a bucket.
       width: K, the most successors of a context.
     """
@@ -74,6 +75,7 @@ class Level:
     probs: Array
     backoff: Array
     best: Array
+    best_prob: Array
     depth: int = flax.struct.field(**_STATIC)
     width: int = flax.struct.field(**_STATIC)
 
@@ -122,11 +124,13 @@ class NgramDrafter:
     Attributes:
       unigram: [V] float32, q behind no context at all.
       best: [] int32, the most probable of them.
+      best_prob: [] float32, its q.
       levels: of contexts of 1, 2, ... tokens; `order` - 1 of them.
     """
 
     unigram: Array
     best: Array
+    best_prob: Array
     levels: tuple[Level, ...] = ()
 
     @property
@@ -152,28 +156,31 @@ class NgramDrafter:
 
         def step(window, key):
             if looked_up:
-                token, probs = self.best_after(window), None
+                token, sure = self.best_after(window)
+                probs = None
             else:
-                logits = fit_vocabulary(jnp.log(self.probs_after(window)), vocab_size)
-                token, probs = draw(key, logits, sampling)
-            return jnp.concatenate([window, token[:, None]], axis=1)[:, 1:], (token, probs)
+                q = self.probs_after(window)
+                token, probs = draw(key, fit_vocabulary(jnp.log(q), vocab_size), sampling)
+                sure = (q if probs is None else probs).max(-1)
+            return jnp.concatenate([window, token[:, None]], axis=1)[:, 1:], (token, probs, sure)
 
         step_keys = None if looked_up else split_rows(keys, gamma)  # [G, B]
         _, drawn = lax.scan(step, window, step_keys, length=gamma)
-        tokens, probs = jax.tree.map(lambda x: x.swapaxes(0, 1), drawn)
-        return Draft(tokens, probs, jnp.full_like(context.length, gamma)), state
+        tokens, probs, sure = jax.tree.map(lambda x: x.swapaxes(0, 1), drawn)
+        return Draft(tokens, probs, jnp.full_like(context.length, gamma), sure[:, 0]), state
 
     def update(self, state: tuple, context: Context, verified: Verification, hidden: Array) -> tuple:
         return state
 
-    def best_after(self, context: Array) -> Array:
-        """The most probable tokens [B] behind contexts [B, order - 1]; the smallest id of equals."""
+    def best_after(self, context: Array) -> tuple[Array, Array]:
+        """The most probable tokens [B] behind contexts [B, order - 1], of equals the smallest, and their q [B]."""
         xp = context.__array_namespace__()
-        token = xp.broadcast_to(self.best, context.shape[:1])
+        token, prob = (xp.broadcast_to(one, context.shape[:1]) for one in (self.best, self.best_prob))
         for level in self.levels:
-            longer = level.best[level.find(context[:, -level.length :])]
-            token = xp.where(longer >= 0, longer, token)
-        return token
+            row = level.find(context[:, -level.length :])
+            known = level.best[row] >= 0
+            token, prob = xp.where(known, level.best[row], token), xp.where(known, level.best_prob[row], prob)
+        return token, prob
 
     def probs_after(self, context: Array) -> Array:
         """q [B, V] float32 behind contexts [B, order - 1] int32."""
@@ -258,7 +265,7 @@ def make_drafter(counts: NgramCounts, order: int | None = None) -> NgramDrafter:
     share = unigrams.counts / unigrams.denominators[0]
     unigram = np.full(counts.vocab_size, (1 - share.sum()) / counts.vocab_size)
     unigram[unigrams.successors] += share
-    drafter = NgramDrafter(unigram, np.asarray(unigram.argmax(), np.int32))
+    drafter = NgramDrafter(unigram, np.asarray(unigram.argmax(), np.int32), np.asarray(unigram.max()))
     for level in counts.levels[1:order]:
         drafter = drafter.replace(levels=(*drafter.levels, _make_level(level, drafter)))
     return drafter
@@ -285,26 +292,31 @@ def _make_level(counts: LevelCounts, shorter: NgramDrafter) -> Level:
         probs=np.append(probs[entries], 0.0),
         backoff=np.append(backoff[order], 1.0),
         best=np.full(len(counts.contexts) + 1, -1),
+        best_prob=np.zeros(len(counts.contexts) + 1),
         depth=int(max(1, np.bincount(hashes, minlength=1).max())),
         width=int(max(1, counts.lengths.max(initial=1))),
     )
-    return level.replace(best=_best(level, shorter))
+    best, best_prob = _best(level, shorter)
+    return level.replace(best=best, best_prob=best_prob)
 
 
-def _best(level: Level, shorter: NgramDrafter) -> np.ndarray:
-    """The most probable token [C + 1] behind each context.
+def _best(level: Level, shorter: NgramDrafter) -> tuple[np.ndarray, np.ndarray]:
+    """The most probable token [C + 1] behind each context, and its q.
 
     It is one of the successors, or the best of the back-off: no token that is not a successor has more.
     """
     missing = level.contexts.shape[0] - 1
     rows = np.repeat(np.arange(missing), np.diff(level.offsets)[:missing])
-    tokens = np.concatenate([level.successors[: len(rows)], shorter.best_after(level.contexts[:missing, 1:])])
+    tokens = np.concatenate(
+        [level.successors[: len(rows)], shorter.best_after(level.contexts[:missing, 1:])[0]]
+    )
     own = np.concatenate([level.probs[: len(rows)], np.zeros(missing)])
     rows = np.concatenate([rows, np.arange(missing)])
     q = own + level.backoff[rows] * shorter.prob_of(level.contexts[rows, 1:], tokens)
     order = np.lexsort((tokens, -q, rows))
     first = np.flatnonzero(np.diff(rows[order], prepend=-1))
-    return np.append(tokens[order[first]], -1)
+    chosen = order[first]
+    return np.append(tokens[chosen], -1), np.append(q[chosen], 0.0)
 
 
 # --- the file -----------------------------------------------------------------------------------------------

@@ -4,7 +4,10 @@ For drafts that cost next to nothing themselves, on a backend where rows cost ti
 without a guess is a call over one row (`decoding.skips_rows`), and a poor guess is dearer than none. In a larger
 batch a row keeps the same rule, so that its output does not depend on its neighbours.
 
-Axes: B rows, G draft length.
+Guesses of which the draft is sure fare better than others, so each step of its confidence has an account of
+its own.
+
+Axes: B rows, G draft length, N accounts.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from spec_jax.drafters.base import Drafter
@@ -21,6 +25,10 @@ from spec_jax.types import Context, Draft, Inputs, Verification
 
 _MEMORY = 0.8  # how much of the yield so far a new guess leaves
 _PATIENCE = 8  # silent rounds, after which one guess is tried
+_STEPS = np.array([0.15, 0.3, 0.45, 0.6, 0.8])  # of confidence, between the accounts
+# Tokens that a guess should bring where it is as likely to pass as it says, token by token: c + c^2 + c^3; the last
+# account is for a draft without an opinion.
+_EXPECTED = np.array([0.08, 0.28, 0.57, 0.94, 1.53, 2.44, 1.0], np.float32)
 
 
 @flax.struct.dataclass
@@ -29,23 +37,25 @@ class ThriftyState:
 
     Attributes:
       inner: the wrapped draft's state.
-      gain: [B] float32, tokens accepted a guess, the latest weighing most; 1 at first.
+      gain: [B, N] float32, tokens accepted a guess, by its confidence, the latest weighing most.
       silent: [B] int32, rounds since a guess was last tried.
       guessed: [B] int32, length of this round's draft.
+      account: [B] int32, that of this round's draft.
     """
 
     inner: Any
     gain: Array
     silent: Array
     guessed: Array
+    account: Array
 
 
 @flax.struct.dataclass
 class Thrifty:
     """Lets a draft speak while it gains, and now and then to see whether it does again.
 
-    Whether it speaks depends on what became of earlier drafts alone, not on the tokens it is about to draw, so the
-    output's distribution is the target's as ever.
+    Whether it speaks depends on what became of earlier drafts and on `Draft.confidence`, not on the tokens that it
+    draws, so the output's distribution is the target's as ever.
 
     Attributes:
       drafter: the draft.
@@ -58,7 +68,8 @@ class Thrifty:
     def init(self, inputs: Inputs, num_slots: int) -> ThriftyState:
         batch = inputs.tokens.shape[0]
         zeros = jnp.zeros((batch,), jnp.int32)
-        return ThriftyState(self.drafter.init(inputs, num_slots), jnp.ones((batch,)), zeros, zeros)
+        gain = jnp.tile(_EXPECTED, (batch, 1))
+        return ThriftyState(self.drafter.init(inputs, num_slots), gain, zeros, zeros, zeros)
 
     def propose(
         self,
@@ -70,20 +81,23 @@ class Thrifty:
         vocab_size: int,
     ) -> tuple[Draft, ThriftyState]:
         draft, inner = self.drafter.propose(state.inner, context, keys, gamma, sampling, vocab_size)
-        speaks = (state.gain >= self.toll) | (state.silent >= _PATIENCE)
-        length = jnp.where(speaks, draft.length, 0)
-        return draft.replace(length=length), state.replace(inner=inner, guessed=length)
+        account = jnp.full_like(draft.length, len(_STEPS) + 1)
+        if draft.confidence is not None:
+            account = (draft.confidence[:, None] >= _STEPS).sum(-1)
+        gain = jnp.take_along_axis(state.gain, account[:, None], axis=1)[:, 0]
+        length = jnp.where((gain >= self.toll) | (state.silent >= _PATIENCE), draft.length, 0)
+        return draft.replace(length=length), state.replace(inner=inner, guessed=length, account=account)
 
     def update(
         self, state: ThriftyState, context: Context, verified: Verification, hidden: Array
     ) -> ThriftyState:
         guessed = state.guessed > 0
-        gain = _MEMORY * state.gain + (1 - _MEMORY) * verified.num_accepted
-        return ThriftyState(
+        gain = _MEMORY * state.gain + (1 - _MEMORY) * verified.num_accepted[:, None]
+        mine = guessed[:, None] & (jnp.arange(gain.shape[1]) == state.account[:, None])
+        return state.replace(
             inner=self.drafter.update(state.inner, context, verified, hidden),
-            gain=jnp.where(guessed, gain, state.gain),
+            gain=jnp.where(mine, gain, state.gain),
             silent=jnp.where(guessed, 0, state.silent + 1),
-            guessed=state.guessed,
         )
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import jax.numpy as jnp
 from jax import Array
 
-from spec_jax.backend import block_rows
+from spec_jax.backend import block_rows, fewest_rows
 from spec_jax.types import Cache, Context, Inputs
 
 
@@ -110,7 +110,8 @@ def read_window(model: Model, cache: Cache, tokens: Array, newest: Array) -> tup
     positions = newest[:, None] - width + 1 + jnp.arange(width)
     cache = model.rollback(cache, positions[:, 0] + 1)
     hidden, cache = model.decode(tokens, positions, cache)
-    return model.logits(hidden[:, -1:])[:, 0], cache
+    rows = min(width, fewest_rows() if tokens.shape[0] == 1 else 1)
+    return model.logits(hidden[:, -rows:])[:, -1], cache
 
 
 def last_tokens(context: Context, width: int) -> Array:

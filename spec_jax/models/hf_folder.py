@@ -1,14 +1,15 @@
 """Model folders as Hugging Face lays them out: config.json beside safetensors files, read and written.
 
-Files are parsed, never executed: no pickle, no torch. Tensors pass one at a time (or one shard at a
-time, when written), so that host memory holds little more than the weights. What the tensors mean is
-each family's own affair (`t5_weights.py`).
+Files are parsed, never executed: no pickle, no torch. Tensors pass one at a time, so that host memory holds
+little more than the weights, or when they are converted, than one of them. What the tensors mean is each
+family's own affair (`t5_hf.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -18,10 +19,11 @@ from collections.abc import Callable, Iterable, Iterator, Set
 import ml_dtypes  # noqa: F401  teaches NumPy, and so safetensors, bfloat16
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 CONFIG, WEIGHTS, INDEX = 'config.json', 'model.safetensors', 'model.safetensors.index.json'
+PARAMS = 'params'  # in place of safetensors, an Orbax checkpoint (`t5_orbax.py`)
 _TOKENIZER = ('spiece.model', '*token*.json')  # tokenizer.json, special_tokens_map.json and their like
+_KINDS = {'float32': 'F32', 'bfloat16': 'BF16'}  # NumPy's names, and safetensors'
 _HUB_ID = re.compile(r'\w[\w.-]*(/\w[\w.-]*)?')
 
 
@@ -87,13 +89,12 @@ class Checkpoint:
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
-        self._stored = {}  # name -> (path, open file, name in it)
+        self._stored = {}  # name -> (path, name in it, shape, type)
         for path in _weight_files(folder):
-            try:
-                file = safe_open(path, framework='np')
-            except (SafetensorError, OSError) as error:
-                raise ValueError(_damaged(path, error)) from error
-            self._stored.update((name, (path, file, name)) for name in file.keys())
+            with _reading(path) as file:
+                for name in file.keys():
+                    header = file.get_slice(name)
+                    self._stored[name] = path, name, tuple(header.get_shape()), header.get_dtype()
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -109,27 +110,39 @@ class Checkpoint:
         """Raises ValueError unless all these tensors are there, and no others except `ignore`."""
         expected = f'{self.folder}: expected the {len(names)} tensors that {CONFIG} asks for'
         if missing := names - self._stored.keys():
-            raise ValueError(f'{expected}, got no {_listed(missing)}; complete the files or correct {CONFIG}')
+            raise ValueError(f'{expected}, got no {listed(missing)}; complete the files or correct {CONFIG}')
         if extra := self._stored.keys() - names - ignore:
             raise ValueError(
-                f'{expected}, got {_listed(extra)} besides; use a plain model or correct {CONFIG}'
+                f'{expected}, got {listed(extra)} besides; use a plain model or correct {CONFIG}'
             )
+
+    def kind(self, name: str) -> str:
+        """A tensor's type as safetensors calls it, such as F32 or BF16."""
+        return self._stored[name][3]
 
     def read(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """A tensor in its stored float type; ValueError where it is no float or not of this shape."""
-        path, file, stored_name = self._stored[name]
-        try:
-            header = file.get_slice(stored_name)
-            came, kind = tuple(header.get_shape()), header.get_dtype()
-            if shape is not None and came != shape:
-                raise ValueError(f'{path}: expected {name} of shape {shape}, got {came}; correct {CONFIG}')
-            if kind not in ('F64', 'F32', 'F16', 'BF16'):
-                raise ValueError(
-                    f'{path}: expected floats in {name}, got {kind}; store it as float32 or bfloat16'
-                )
+        path, stored_name, came, kind = self._stored[name]
+        if shape is not None and came != shape:
+            raise ValueError(f'{path}: expected {name} of shape {shape}, got {came}; correct {CONFIG}')
+        if kind not in ('F64', 'F32', 'F16', 'BF16'):
+            raise ValueError(
+                f'{path}: expected floats in {name}, got {kind}; store it as float32 or bfloat16'
+            )
+        with _reading(
+            path
+        ) as file:  # opened anew, since an open file keeps all that was read of it in memory
             return file.get_tensor(stored_name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(_damaged(path, error)) from error
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path) -> Iterator[safe_open]:
+    """An open safetensors file; ValueError where it is damaged."""
+    try:
+        with safe_open(path, framework='np') as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(_damaged(path, error)) from error
 
 
 def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -172,7 +185,7 @@ def replacing(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
     try:
         if target.exists() and not target.is_dir():
             raise NotADirectoryError('a file of that name')
-        shutil.rmtree(staging, ignore_errors=True)
+        _remove_abandoned(staging)
         staging.mkdir(parents=True)
         try:
             yield staging
@@ -185,15 +198,33 @@ def replacing(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
         ) from error
 
 
+def _remove_abandoned(staging: pathlib.Path) -> None:
+    """Removes what a killed process left beside `staging`, or in an earlier life under its very name."""
+    mark, _, own = staging.name.rpartition('.tmp')
+    for path in staging.parent.glob(f'{mark}.tmp*'):
+        process = path.name.removeprefix(f'{mark}.tmp')
+        if process == own or (process.isdigit() and not _is_running(int(process))):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # it is another user's
+    return True
+
+
 def _publish(staging: pathlib.Path, target: pathlib.Path) -> None:
-    for path in staging.glob('*.safetensors'):
-        shutil.copymode(staging / CONFIG, path)  # safetensors makes files for the owner alone
     if not target.exists():
         staging.rename(target)
         return
     for old in (CONFIG, INDEX, 'model*.safetensors'):
         for path in target.glob(old):
             path.unlink()
+    shutil.rmtree(target / PARAMS, ignore_errors=True)
     for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG):
         path.replace(target / path.name)
 
@@ -204,16 +235,22 @@ def write_config(folder: pathlib.Path, content: dict) -> None:
 
 
 def write_tensors(
-    folder: pathlib.Path, sizes: dict[str, int], tensor: Callable[[str], np.ndarray], max_shard_size: int
+    folder: pathlib.Path,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: np.dtype,
+    tensor: Callable[[str], np.ndarray],
+    max_shard_size: int,
 ) -> None:
     """Writes model.safetensors, or several shards and their index.
 
     Args:
       folder: an empty one.
-      sizes: bytes of each tensor by name.
-      tensor: gives a tensor by name.
+      shapes: of each tensor by name.
+      dtype: of all of them, float32 or bfloat16.
+      tensor: gives a tensor by name; asked for one at a time.
       max_shard_size: bytes of a shard; a tensor larger than that stands alone.
     """
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     shards, room = [[]], max_shard_size
     for name, size in sizes.items():
         if shards[-1] and size > room:
@@ -224,13 +261,33 @@ def write_tensors(
     weight_map = {}
     for i, names in enumerate(shards, start=1):
         file = WEIGHTS if len(shards) == 1 else f'model-{i:05}-of-{len(shards):05}.safetensors'
-        # safetensors stores the memory as it lies, whatever the strides
-        tensors = {name: np.ascontiguousarray(tensor(name)) for name in names}
-        save_file(tensors, folder / file, metadata={'format': 'pt'})  # transformers insists on a format
+        _write_shard(folder / file, {name: shapes[name] for name in names}, dtype, tensor)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + '\n', encoding='utf-8')
+
+
+def _write_shard(
+    path: pathlib.Path,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: np.dtype,
+    tensor: Callable[[str], np.ndarray],
+) -> None:
+    """Writes one safetensors file: the header's length, the header in JSON, then the tensors back to back.
+
+    The library's own `save_file` wants all of them in memory at once.
+    """
+    header, end = {'__metadata__': {'format': 'pt'}}, 0  # transformers insists on a format
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {'dtype': _KINDS[dtype.name], 'shape': shape, 'data_offsets': (begin, end)}
+    text = json.dumps(header).encode()
+    text += b' ' * (-len(text) % 8)  # so that the tensors are aligned
+    with open(path, 'wb') as file:
+        file.write(len(text).to_bytes(8, 'little') + text)
+        for name in shapes:
+            file.write(np.ascontiguousarray(tensor(name), dtype).view(np.uint8))
 
 
 def _read_json(path: pathlib.Path) -> dict:
@@ -250,6 +307,7 @@ def _damaged(path: pathlib.Path, error: Exception) -> str:
     return f'{path}: expected a safetensors file, got a damaged one ({error}); download it again'
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """The first three names, and how many more there are."""
     names = sorted(names)
     return ', '.join(names[:3]) + (f' and {len(names) - 3} more' if len(names) > 3 else '')

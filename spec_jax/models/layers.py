@@ -101,8 +101,12 @@ class Attention(nnx.Module):
         self.out = weight((num_heads, head_dim, width), (num_heads * head_dim) ** -0.5)  # [H, K, D]
 
     def queries(self, x: Array) -> Array:
-        """Projects x [B, T, D] to queries [B, H, T, K]."""
-        return _by_head(x, self.query[...]).swapaxes(1, 2)
+        """Projects x [B, T, D] to queries [B, H, T, K].
+
+        The barrier keeps the projection out of the product that makes the scores: fused with it, XLA's TPU compiler
+        reads the weight at half the speed.
+        """
+        return lax.optimization_barrier(_by_head(x, self.query[...])).swapaxes(1, 2)
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
         """Projects x [B, L, D] to keys [B, H, K, L] and values [B, H, L, K]."""

@@ -21,6 +21,7 @@ from flax import nnx
 from jax import Array
 
 from spec_jax import cache as kv
+from spec_jax.backend import most_fused
 from spec_jax.models.layers import MLP, Attention, RMSNorm, einsum
 from spec_jax.types import Inputs, Params
 
@@ -33,8 +34,9 @@ class T5Config:
     """Sizes and switches of a T5; the defaults are v1.1's.
 
     `tied_head` says that the head is the embedding; `scale_head_input` that its input is multiplied
-    by d_model^-0.5. v1.0 has both, v1.1 neither. `fused` says that in the decoder the weights of query, key and
-    value of self-attention are one array, and those of gate and up another, as `T5.for_decoding` makes them.
+    by d_model^-0.5. v1.0 has both, v1.1 neither. `fused` names the blocks of the decoder's layers in which weights
+    that read the same activations are one array, as `T5.for_decoding` makes them: query, key and value in
+    'self_attention', gate and up in 'mlp'; None where the model was not laid out for decoding.
     """
 
     vocab_size: int = 32128
@@ -52,7 +54,7 @@ class T5Config:
     max_distance: int = 128
     epsilon: float = 1e-6
     dropout: float = 0.1
-    fused: bool = False
+    fused: tuple[str, ...] | None = None
     start_id: int = 0
     eos_id: int = 1
     pad_id: int = 0
@@ -148,13 +150,13 @@ class EncoderLayer(nnx.Module):
 
 class DecoderLayer(nnx.Module):
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
-        sizes = config.d_model, config.num_heads, config.d_kv
+        sizes, fused = (config.d_model, config.num_heads, config.d_kv), config.fused or ()
         self.self_norm = RMSNorm(config.d_model, config.epsilon)
-        self.self_attention = Attention(*sizes, fused=config.fused, rngs=rngs)
+        self.self_attention = Attention(*sizes, fused='self_attention' in fused, rngs=rngs)
         self.cross_norm = RMSNorm(config.d_model, config.epsilon)
         self.cross_attention = Attention(*sizes, rngs=rngs)
         self.mlp_norm = RMSNorm(config.d_model, config.epsilon)
-        self.mlp = _mlp(config, rngs, config.fused)
+        self.mlp = _mlp(config, rngs, 'mlp' in fused)
 
     def __call__(
         self, x: Array, store, bias: Array, cross: tuple[Array, Array], cross_bias: Array, drop
@@ -287,9 +289,9 @@ class T5:
 
         A head that is the embedding becomes a copy laid out [D, V]: by the embedding's own [V, D], the product over
         several rows takes up to twice as long on CPU. In the decoder, query, key and value of self-attention
-        become one product, and so do gate and up: a third and a quarter less time on CPU.
+        become one product, and so do gate and up, where they are small enough (`backend.most_fused`).
         """
-        if self.config.fused:
+        if self.config.fused is not None:
             return self
         leaves = dict(nnx.to_flat_state(self.params))
         if self.config.tied_head:
@@ -297,11 +299,15 @@ class T5:
         parts = {'self_attention': ('query', 'key', 'value')} | (
             {'mlp': ('gate', 'up')} if self.config.gated else {}
         )
-        for layer in range(self.config.num_decoder_layers):
-            for block, names in parts.items():
+        fused = []
+        for block, names in parts.items():
+            if sum(leaves['decoder', 0, block, name][...].nbytes for name in names) > most_fused():
+                continue
+            fused.append(block)
+            for layer in range(self.config.num_decoder_layers):
                 apart = [leaves.pop(('decoder', layer, block, name))[...] for name in names]
                 leaves['decoder', layer, block, 'fused'] = nnx.Param(jnp.stack(apart, axis=1))
-        config = dataclasses.replace(self.config, tied_head=False, fused=True)
+        config = dataclasses.replace(self.config, tied_head=False, fused=tuple(fused))
         return self.replace(params=nnx.from_flat_state(leaves), config=config)
 
     @property

@@ -1,101 +1,55 @@
-"""T5 checkpoints in Hugging Face's form: names, permutations, configuration.
+"""T5 checkpoints in and out, in whichever form they come.
 
     folder or hub id  --load_t5-->  T5  --save_t5-->  folder that transformers loads
 
-Axes: V vocabulary, D model width, H heads, K head width, F feed-forward width.
+Three forms are told apart by what a folder holds: Hugging Face's (`t5_hf.py`), T5X's (`t5x.py`), and an Orbax
+checkpoint with a config.json (`t5_orbax.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import pathlib
-import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spec_jax.models import hf_folder
-from spec_jax.models.t5 import T5, T5Config, T5Module
-from spec_jax.types import Params
+from spec_jax.models import hf_folder, t5_hf, t5x
+from spec_jax.models.t5 import T5
+from spec_jax.models.t5_stored import StoredT5, checked_dtype, dotted, leaf_paths
 
-# Our path (a dot stands for a dot), Hugging Face's name, and how many of our leading axes a product sums
-# over. Hugging Face stores [out, in], so 1 means that ours is [D, H, K], [D, F], [F, D] or [D, V], 2 that it is
-# [H, K, D], and 0 that the two are the same. Read in one direction to load, in the other to save.
-_TABLE = (
-    (r'embedding', r'shared.weight', 0),  # [V, D]
-    (r'head', r'lm_head.weight', 1),  # [D, V]
-    (r'(\w+)_bias.table', r'\1.block.0.layer.0.SelfAttention.relative_attention_bias.weight', 0),
-    (r'(\w+)_norm.scale', r'\1.final_layer_norm.weight', 0),
-    (r'encoder.(\d+).attention_norm.scale', r'encoder.block.\1.layer.0.layer_norm.weight', 0),
-    (r'encoder.(\d+).attention.([qkv])\w+', r'encoder.block.\1.layer.0.SelfAttention.\2.weight', 1),
-    (r'encoder.(\d+).attention.out', r'encoder.block.\1.layer.0.SelfAttention.o.weight', 2),
-    (r'encoder.(\d+).mlp_norm.scale', r'encoder.block.\1.layer.1.layer_norm.weight', 0),
-    (r'encoder.(\d+).mlp.(\w+)', r'encoder.block.\1.layer.1.DenseReluDense.{\2}.weight', 1),
-    (r'decoder.(\d+).self_norm.scale', r'decoder.block.\1.layer.0.layer_norm.weight', 0),
-    (r'decoder.(\d+).self_attention.([qkv])\w+', r'decoder.block.\1.layer.0.SelfAttention.\2.weight', 1),
-    (r'decoder.(\d+).self_attention.out', r'decoder.block.\1.layer.0.SelfAttention.o.weight', 2),
-    (r'decoder.(\d+).cross_norm.scale', r'decoder.block.\1.layer.1.layer_norm.weight', 0),
-    (r'decoder.(\d+).cross_attention.([qkv])\w+', r'decoder.block.\1.layer.1.EncDecAttention.\2.weight', 1),
-    (r'decoder.(\d+).cross_attention.out', r'decoder.block.\1.layer.1.EncDecAttention.o.weight', 2),
-    (r'decoder.(\d+).mlp_norm.scale', r'decoder.block.\1.layer.2.layer_norm.weight', 0),
-    (r'decoder.(\d+).mlp.(\w+)', r'decoder.block.\1.layer.2.DenseReluDense.{\2}.weight', 1),
-)
-_PLAIN_MLP = {'up': 'wi', 'down': 'wo'}
-_GATED_MLP = {'gate': 'wi_0', 'up': 'wi_1', 'down': 'wo'}
-
-_EMBEDDING, _HEAD = 'shared.weight', 'lm_head.weight'
-_COPIES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')  # of the embedding, in some files
-_UNUSED = {'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'}  # a relic in old files
-
-# Our field, Hugging Face's key, and its value where the file is silent.
-_SIZES = (
-    ('vocab_size', 'vocab_size', 32128),
-    ('d_model', 'd_model', 512),
-    ('d_kv', 'd_kv', 64),
-    ('d_ff', 'd_ff', 2048),
-    ('num_heads', 'num_heads', 8),
-    ('num_encoder_layers', 'num_layers', 6),
-    ('num_decoder_layers', 'num_decoder_layers', 6),  # but as many as num_layers, where that is given
-    ('num_buckets', 'relative_attention_num_buckets', 32),
-    ('max_distance', 'relative_attention_max_distance', 128),
-)
-# feed_forward_proj: our activation and `gated`, and the name of the activation that some files repeat.
-_FEED_FORWARD = {'relu': ('relu', False, 'relu'), 'gated-gelu': ('gelu', True, 'gelu_new')}
+Place = Callable[[tuple, np.ndarray], jax.Array]
 
 
-def load_t5(source: str | os.PathLike, dtype=jnp.float32, revision: str | None = None) -> T5:
+def load_t5(
+    source: str | os.PathLike, dtype=jnp.float32, revision: str | None = None, place: Place | None = None
+) -> T5:
     """Reads a T5 from a folder, or from the hub where there is no such folder.
 
     Args:
-      source: a folder with config.json and model.safetensors (or its index and shards), or a hub id.
+      source: a folder in one of the three forms, or a hub id.
       dtype: float32 or bfloat16, of parameters and activations; files may hold any float type.
       revision: branch, tag or commit on the hub.
+      place: puts a parameter, given its path as in `nnx.to_flat_state` and its values, on its device or its
+        shards. Parameters come one at a time, the largest first, so that no device needs to hold more than its
+        own; by default they go to the first device.
 
     Raises:
       FileNotFoundError: a file or the repository is missing.
       ValueError: the files are damaged, hold no T5 of ours or contradict each other, or dtype is refused.
     """
-    dtype = _checked_dtype(dtype)
-    folder = hf_folder.fetch(source, revision)
-    raw = hf_folder.read_config(folder)
-    where = folder / hf_folder.CONFIG
-    if (kind := raw.get('model_type')) != 't5':
-        raise ValueError(f'{where}: expected model_type "t5", got {kind!r}; name a folder that holds a T5')
-    checkpoint = hf_folder.Checkpoint(folder)
-    config = _from_hf_config(raw, where, tied_head=_settle_embeddings(checkpoint))
-    shapes = nnx.state(nnx.eval_shape(lambda: T5Module(config, rngs=nnx.Rngs(0))), nnx.Param)
-    weights, treedef = _weights(shapes, config)
-    checkpoint.expect({weight.name for weight in weights}, ignore=_UNUSED)
-
-    def leaf(weight: _Weight) -> jax.Array:
-        array = weight.from_file(checkpoint.read(weight.name, weight.file_shape))
-        return jnp.asarray(np.asarray(array, dtype, order='C'))
-
-    return T5(jax.tree.unflatten(treedef, map(leaf, weights)), config, dtype)
+    dtype = checked_dtype(dtype)
+    stored = open_t5(hf_folder.fetch(source, revision))
+    place = place or (lambda path, array: jnp.asarray(array))
+    leaves, shapes = {}, leaf_paths(stored.config)
+    for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):
+        array = np.asarray(stored.read(dotted(path)), dtype, order='C')
+        leaves[path] = nnx.Param(place(path, array))
+    return T5(nnx.from_flat_state({path: leaves[path] for path in shapes}), stored.config, dtype)
 
 
 def save_t5(model: T5, folder: str | os.PathLike, dtype=None, max_shard_size: int = 5 * 10**9) -> None:
@@ -111,169 +65,47 @@ def save_t5(model: T5, folder: str | os.PathLike, dtype=None, max_shard_size: in
       OSError: the folder cannot be written.
       ValueError: dtype is refused, or Hugging Face's form cannot express the configuration.
     """
-    if model.config.fused:
+    read, dtype = to_be_saved(model, dtype)
+    t5_hf.config_to_hf(model.config, dtype)  # refuses before anything is written
+    with hf_folder.replacing(folder) as staging:
+        t5_hf.write(staging, model.config, dtype, read, max_shard_size)
+
+
+def to_be_saved(model: T5, dtype) -> tuple[Callable[[str], np.ndarray], np.dtype]:
+    """A function that gives a parameter by name, and the dtype to store it in, by default the parameters'."""
+    if model.config.fused is not None:
         raise ValueError(
             'expected a T5 as it was loaded or trained, got one made `for_decoding`; save the former'
         )
-    leaves = jax.tree.leaves(model.params)
-    dtype = _checked_dtype(leaves[0].dtype if dtype is None else dtype)
-    weights, _ = _weights(model.params, model.config)
-    hf_config = _to_hf_config(model.config, dtype)
-    by_name = {weight.name: (weight, leaf) for weight, leaf in zip(weights, leaves, strict=True)}
-
-    def tensor(name: str) -> np.ndarray:
-        weight, leaf = by_name[name]
-        return weight.to_file(np.asarray(leaf)).astype(dtype)
-
-    with hf_folder.replacing(folder) as staging:
-        sizes = {weight.name: math.prod(weight.shape) * dtype.itemsize for weight in weights}
-        hf_folder.write_tensors(staging, sizes, tensor, max_shard_size)
-        hf_folder.write_config(staging, hf_config)
+    leaves = {dotted(path): leaf for path, leaf in nnx.to_flat_state(model.params)}
+    dtype = checked_dtype(leaves['embedding'].dtype if dtype is None else dtype)
+    return lambda name: np.asarray(leaves[name][...]), dtype
 
 
-def _checked_dtype(dtype) -> np.dtype:
-    try:
-        dtype = jnp.dtype(dtype)
-    except TypeError:
-        raise ValueError(f'expected dtype float32 or bfloat16, got {dtype!r}; use one of them') from None
-    if dtype == jnp.float16:
-        raise ValueError('expected dtype float32 or bfloat16, got float16; T5 overflows in it, use bfloat16')
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f'expected dtype float32 or bfloat16, got {dtype}; use one of them')
-    return dtype
+def open_t5(folder: pathlib.Path, d_kv: int | None = None) -> StoredT5:
+    """The T5 in a folder, its parameters yet to be read.
 
+    Args:
+      folder: in one of the three forms.
+      d_kv: as `t5x.T5X`'s.
 
-@dataclasses.dataclass(frozen=True)
-class _Weight:
-    """A leaf of the parameters and its place in a file."""
-
-    name: str  # Hugging Face's
-    shape: tuple[int, ...]  # ours
-    input_axes: int  # as in _TABLE
-
-    @property
-    def file_shape(self) -> tuple[int, ...]:
-        if self.input_axes == 0:
-            return self.shape
-        inputs, outputs = self.shape[: self.input_axes], self.shape[self.input_axes :]
-        return math.prod(outputs), math.prod(inputs)
-
-    def from_file(self, array: np.ndarray) -> np.ndarray:
-        return array if self.input_axes == 0 else array.T.reshape(self.shape)
-
-    def to_file(self, array: np.ndarray) -> np.ndarray:
-        return array if self.input_axes == 0 else array.reshape(self.file_shape[::-1]).T
-
-
-def _weights(params: Params, config: T5Config) -> tuple[list[_Weight], jax.tree_util.PyTreeDef]:
-    """The place of every leaf (or shape) of `params`, in the tree's order, and the tree's structure."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    weights = []
-    for path, leaf in leaves:
-        ours = jax.tree_util.keystr(path[:-1], simple=True, separator='.')  # the last step is nnx.Param's own
-        name, input_axes = _hf_name(ours, config)
-        weights.append(_Weight(name, leaf.shape, input_axes))
-    return weights, treedef
-
-
-def _hf_name(path: str, config: T5Config) -> tuple[str, int]:
-    """Hugging Face's name of our path, and the number of input axes."""
-    for ours, theirs, input_axes in _TABLE:
-        if match := re.fullmatch(ours, path):
-            name = match.expand(theirs).format(**(_GATED_MLP if config.gated else _PLAIN_MLP))
-            return name, input_axes
-    raise KeyError(path)
-
-
-def _settle_embeddings(checkpoint: hf_folder.Checkpoint) -> bool:
-    """Leaves one embedding, and the head only where it is one of its own; says whether the head is tied.
-
-    Whether it is follows from the tensors, as in transformers 5, and not from the configuration.
+    Raises:
+      FileNotFoundError, ValueError: as `load_t5`'s.
     """
-    names = [name for name in (_EMBEDDING, *_COPIES) if name in checkpoint]
-    if not names:
-        return True  # `expect` will say that it is missing
-    first = names[0]
-    embedding = checkpoint.read(first)
-    for copy in names[1:]:
-        if not np.array_equal(checkpoint.read(copy), embedding):
-            what = f'got {copy} unlike {first}; use a T5 with one embedding'
-            raise ValueError(f'{checkpoint.folder}: expected one embedding for encoder and decoder, {what}')
-        checkpoint.drop(copy)
-    checkpoint.rename(first, _EMBEDDING)
-    if _HEAD not in checkpoint:
-        return True
-    tied = np.array_equal(checkpoint.read(_HEAD), embedding)
-    if tied:
-        checkpoint.drop(_HEAD)
-    return tied
+    if t5x.is_t5x(folder):
+        return t5x.T5X(folder, d_kv)
+    if (folder / hf_folder.PARAMS).is_dir():
+        from spec_jax.models import t5_orbax  # slow to import, and most runs have no need of it
+
+        return t5_orbax.OrbaxT5(folder)
+    if not (folder / hf_folder.CONFIG).exists() and not any(folder.glob('*.safetensors')):
+        raise FileNotFoundError(_no_model(folder))
+    return t5_hf.HuggingFaceT5(folder)
 
 
-def _from_hf_config(raw: dict, where: pathlib.Path, tied_head: bool) -> T5Config:
-    """Our configuration from config.json's content; `where` is for messages."""
-
-    def number(key: str, default, least=1, below=math.inf):
-        value = default if raw.get(key) is None else raw[key]
-        if isinstance(value, list) and len(value) == 1:
-            value = value[0]  # eos_token_id may be a list
-        kinds = (int, float) if isinstance(default, float) else int
-        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < below:
-            expected = 'a number' if isinstance(default, float) else 'an integer'
-            expected += f' from {least} to below {below}'
-            raise ValueError(f'{where}: expected {key} to be {expected}, got {value!r}; correct it')
-        return value
-
-    sizes = {ours: number(theirs, default) for ours, theirs, default in _SIZES}
-    sizes['num_decoder_layers'] = number('num_decoder_layers', sizes['num_encoder_layers'])
-    activation, gated = _feed_forward(raw, where)
-    vocab_size = sizes['vocab_size']
-    pad_id = number('pad_token_id', 0, 0, vocab_size)
-    scale = raw.get('scale_decoder_outputs')  # transformers 5; before, an untied head meant none
-    return T5Config(
-        **sizes,
-        activation=activation,
-        gated=gated,
-        tied_head=tied_head,
-        scale_head_input=raw.get('tie_word_embeddings') is not False if scale is None else bool(scale),
-        epsilon=number('layer_norm_epsilon', 1e-6, 0),
-        dropout=number('dropout_rate', 0.1, 0, 1),
-        start_id=number('decoder_start_token_id', pad_id, 0, vocab_size),
-        eos_id=number('eos_token_id', 1, 0, vocab_size),
-        pad_id=pad_id,
-    )
-
-
-def _feed_forward(raw: dict, where: pathlib.Path) -> tuple[str, bool]:
-    """The activation, and whether it is gated."""
-    kind = raw.get('feed_forward_proj', 'relu')
-    if kind not in _FEED_FORWARD:
-        expected = ' or '.join(_FEED_FORWARD)
-        raise ValueError(f'{where}: expected feed_forward_proj {expected}, got {kind!r}; use another T5')
-    activation, gated, name = _FEED_FORWARD[kind]
-    if raw.get('dense_act_fn', name) != name:
-        what = f'expected dense_act_fn {name} with feed_forward_proj {kind}, got {raw["dense_act_fn"]!r}'
-        raise ValueError(f'{where}: {what}; use another T5, or correct it')
-    return activation, gated
-
-
-def _to_hf_config(config: T5Config, dtype: np.dtype) -> dict:
-    """config.json's content."""
-    kinds = {(activation, gated): kind for kind, (activation, gated, _) in _FEED_FORWARD.items()}
-    if (config.activation, config.gated) not in kinds:
-        came = f'{config.activation} with gated={config.gated}'
-        raise ValueError(f'expected a T5 with ReLU or with gated GELU, got {came}; change the configuration')
-    return {
-        'architectures': ['T5ForConditionalGeneration'],
-        'model_type': 't5',
-        'is_encoder_decoder': True,
-        **{theirs: getattr(config, ours) for ours, theirs, _ in _SIZES},
-        'feed_forward_proj': kinds[config.activation, config.gated],
-        'tie_word_embeddings': config.tied_head,
-        'scale_decoder_outputs': config.scale_head_input,
-        'layer_norm_epsilon': config.epsilon,
-        'dropout_rate': config.dropout,
-        'decoder_start_token_id': config.start_id,
-        'eos_token_id': config.eos_id,
-        'pad_token_id': config.pad_id,
-        'dtype': dtype.name,
-    }
+def _no_model(folder: pathlib.Path) -> str:
+    what = f'{hf_folder.CONFIG} with safetensors or Orbax params, or arrays target.* of T5X'
+    expected = f'{folder}: expected a T5 ({what})'
+    if steps := sorted(folder.glob('checkpoint_*')):
+        return f'{expected}, got checkpoints of a T5X run; name one of them, such as {steps[-1].name}'
+    return f'{expected}, found none; check the path'

@@ -56,11 +56,27 @@ def test_a_row_alone_is_decoded_as_by_the_plain_program_where_nothing_was_guesse
     assert output.stats.tested_at.tolist() == [[1, 0, 0]] and output.stats.rounds.tolist() == [LIMIT]
 
 
-@pytest.mark.parametrize('right', [0.0, 0.3, 1.0])
-def test_a_row_speaks_alike_alone_and_among_others(right):
+def by_the_rule(right, toll=0.35, gamma=3):
+    """Rounds of a text, and in how many of them there is a guess; `right` [LIMIT] says which tokens would pass."""
+    place = rounds = guesses = silent = 0
+    gain = 1.0
+    while place < LIMIT:
+        passed = 0
+        if gain >= toll or silent == 8:
+            passed = int(np.cumprod(right[place : place + gamma]).sum())
+            gain, silent, guesses = 0.8 * gain + 0.2 * passed, 0, guesses + 1
+        else:
+            silent += 1
+        place, rounds = place + passed + 1, rounds + 1
+    return rounds, guesses
+
+
+@pytest.mark.parametrize(('share', 'spoken_of'), [(0.0, 0.2), (0.3, 0.38), (1.0, 1.0)])
+def test_a_row_speaks_alike_alone_and_among_others(share, spoken_of):
+    """`share` of its guesses would pass; it speaks in `spoken_of` its rounds."""
     chance = np.random.default_rng(0)
     texts = np.stack([text(first) for first in range(3)])
-    script = np.where(chance.random(texts.shape) < right, texts, (texts + 1) % V)
+    script = np.where(chance.random(texts.shape) < share, texts, (texts + 1) % V)
     draft = Thrifty(ScriptedDrafter(jnp.asarray(script, jnp.int32)), 0.35)
     together = generate(TARGET, draft, prompts([0, 1, 2]), jax.random.key(0), gamma=3, **HOW)
     np.testing.assert_array_equal(together.tokens, texts)
@@ -71,7 +87,8 @@ def test_a_row_speaks_alike_alone_and_among_others(right):
             ours, theirs = (getattr(output.stats, name) for output in (alone, together))
             np.testing.assert_array_equal(ours[0], theirs[row], err_msg=name)
     rounds, guessed = np.asarray(together.stats.rounds), np.asarray(together.stats.tested_at)[:, 0]
-    assert (guessed < rounds / 3).all() if right == 0 else (guessed[rounds < 13] == rounds[rounds < 13]).all()
+    assert [*zip(rounds, guessed, strict=True)] == [*map(by_the_rule, script == texts)]
+    assert guessed.sum() / rounds.sum() == pytest.approx(spoken_of, abs=0.01)
 
 
 @flax.struct.dataclass

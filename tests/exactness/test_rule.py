@@ -11,6 +11,8 @@ from spec_jax.exactness import rule
 from spec_jax.sampling import GREEDY, SamplingConfig, split_rows
 from spec_jax.testing import joint
 
+pytestmark = pytest.mark.usefixtures('optimised')
+
 HOW = [SamplingConfig(), SamplingConfig(top_k=3), SamplingConfig(temperature=0.5, top_p=0.7), GREEDY]
 
 

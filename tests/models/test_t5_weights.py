@@ -229,11 +229,11 @@ def test_a_failure_leaves_the_old_model_and_nothing_else(tmp_path, monkeypatch):
     old, new = load_t5(GOLDEN / 'v1_0'), load_t5(GOLDEN / 'v1_1')
     save_t5(old, tmp_path / 't5')
 
-    def full(tensors, path, metadata):
-        pathlib.Path(path).write_bytes(b'half')
+    def full(path, *_):
+        path.write_bytes(b'half')
         raise OSError(28, 'No space left on device')
 
-    monkeypatch.setattr(hf_folder, 'save_file', full)
+    monkeypatch.setattr(hf_folder, '_write_shard', full)
     for target in ('t5', 'fresh'):
         with pytest.raises(OSError, match=rf'{target}: expected a folder to write .*No space left') as caught:
             save_t5(new, tmp_path / target)

@@ -9,7 +9,7 @@ import textwrap
 
 from absl import flags
 
-from spec_jax import cli  # noqa: F401  forked.py runs it
+from spec_jax import cli, pipeline  # noqa: F401  the one forked.py runs, the other it imports before it forks
 
 # Where a fault is planted, and what it puts in place of what.
 FAULTS = {

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny import LINES, ROOT, run_forked, save_models
+from tiny import LINES, PAIR, assert_refused, runner, save_models
 
 from spec_jax import overhead
 from spec_jax.backend import rows_toll
@@ -22,27 +22,13 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def run(world):
-    return lambda *command_lines: run_forked(
-        ROOT / 'scripts/benchmark_overhead.py',
-        [
-            [
-                f'--config={ROOT / "configs/demo_ende.py"}',
-                f'--config.target={world / "target"}',
-                f'--config.data.path={world / "lines.txt"}',
-                '--config.max_new_tokens=12',
-                '--config.gamma=2',
-                '--config.repeats=1',
-                *extra,
-            ]
-            for extra in command_lines
-        ],
-        world,
-    )
+    few = '--config.max_new_tokens=12', '--config.gamma=2', '--config.repeats=1', '--drafts=prompt_lookup'
+    return runner('benchmark_overhead.py', world, *PAIR, *few)
 
 
 def test_oracles_are_accepted_as_often_as_asked_and_change_no_output(run, world):
     folder = world / 'done'
-    ((code, out, err),) = run([f'--workdir={folder}', '--config.batch_size=2', '--drafts=prompt_lookup'])
+    ((code, out, err),) = run([f'--workdir={folder}', '--config.batch_size=2'])
     assert code == 0, err
     report = json.loads((folder / 'report.json').read_text())
     assert list(report)[: len(KEYS)] == list(KEYS)
@@ -82,15 +68,7 @@ BAD = {
 
 
 def test_bad_input_gets_one_line_and_leaves_nothing(run, world):
-    lines = [
-        [f'--workdir={world}/bad{n}', '--drafts=prompt_lookup', *(arg.format(w=world) for arg in args)]
-        for n, (args, _) in enumerate(BAD.values())
-    ]
-    for n, ((name, (_, message)), (code, _, err)) in enumerate(zip(BAD.items(), run(*lines), strict=True)):
-        shown = err.strip().splitlines()
-        assert code == 1 and len(shown) == 1 and shown[0].startswith('error: '), (name, err)
-        assert message in shown[0], (name, shown)
-        assert not list((world / f'bad{n}').iterdir()), name
+    assert_refused(run, world, BAD)
 
 
 SOURCES = [np.array(ids, np.int32) for ids in ([5, 6, 1], [5, 6, 7, 1], [8, 1])]

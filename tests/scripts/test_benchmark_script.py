@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny import LINES, ROOT, run_forked, save_models
+from tiny import LINES, PAIR, assert_refused, runner, save_models
 
 from spec_jax import decoding
 from spec_jax.report import KEYS
@@ -19,26 +19,16 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def run(world):
-    return lambda *command_lines: run_forked(
-        ROOT / 'scripts/benchmark.py',
-        [
-            [
-                f'--config={ROOT / "configs/demo_ende.py"}',
-                f'--config.target={world / "target"}',
-                f'--config.draft.path={world / "draft"}',
-                f'--config.data.path={world / "lines.tsv"}',
-                '--config.benchmark.drafts=model,prompt_lookup',
-                '--config.benchmark.gammas=2',
-                '--config.benchmark.batch_sizes=2',
-                '--config.max_new_tokens=8',
-                '--config.gamma=2',
-                '--config.repeats=1',
-                *extra,
-            ]
-            for extra in command_lines
-        ],
-        world,
-    )
+    few = [
+        '--config.data.path={w}/lines.tsv',
+        '--config.benchmark.drafts=model,prompt_lookup',
+        '--config.benchmark.gammas=2',
+        '--config.benchmark.batch_sizes=2',
+        '--config.max_new_tokens=8',
+        '--config.gamma=2',
+        '--config.repeats=1',
+    ]
+    return runner('benchmark.py', world, *PAIR, *few)
 
 
 @pytest.fixture(scope='module')
@@ -133,12 +123,4 @@ BAD = {
 
 
 def test_bad_input_gets_one_line_and_leaves_nothing(run, world):
-    lines = [
-        [f'--workdir={world}/bad{n}', *(arg.format(w=world) for arg in args)]
-        for n, (args, _) in enumerate(BAD.values())
-    ]
-    for n, ((name, (_, message)), (code, _, err)) in enumerate(zip(BAD.items(), run(*lines), strict=True)):
-        shown = err.strip().splitlines()
-        assert code == 1 and len(shown) == 1 and shown[0].startswith('error: '), (name, err)
-        assert message in shown[0], (name, shown)
-        assert not list((world / f'bad{n}').iterdir()), name
+    assert_refused(run, world, BAD)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny import LINES, ROOT, run_forked, write_tokenizer
+from tiny import LINES, PAIR, ROOT, runner, write_tokenizer
 
 from spec_jax import comparison
 from spec_jax.comparison import Answer, Prompt
@@ -40,6 +40,7 @@ import importlib.util
 import os
 import sys
 from absl import flags
+from spec_jax import cli
 from spec_jax.models import t5_widen
 from spec_jax.models.t5 import T5Config
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
@@ -48,7 +49,6 @@ t5_widen.SHAPES['base'] = ({LARGE!r}, 0.1)
 spec = importlib.util.spec_from_file_location('script', {str(SCRIPT)!r})
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
-cli = script.cli
 def main(argv):
     if flags.FLAGS.workdir.endswith('no_torch'):
         sys.modules['torch'] = None
@@ -93,17 +93,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope='module')
 def ran(folder):
     """[exit code, stdout, stderr] of all `RUNS`; importing takes longer than most of them."""
-    shared = [
-        f'--config={ROOT / "configs/demo_ende.py"}',
-        f'--config.target={folder / "target"}',
-        f'--config.draft.path={folder / "draft"}',
-        f'--config.data.path={folder / "lines.txt"}',
-        '--config.max_new_tokens=10',
-        '--config.gamma=2',
-        '--config.repeats=1',
-    ]
-    lines = [[*shared, f'--workdir={folder / name}', *extra] for name, extra in RUNS.items()]
-    return dict(zip(RUNS, run_forked(folder / 'shrunk.py', lines, folder), strict=True))
+    few = '--config.max_new_tokens=10', '--config.gamma=2', '--config.repeats=1'
+    run = runner(folder / 'shrunk.py', folder, *PAIR, *few)
+    return dict(
+        zip(RUNS, run(*(['--workdir={w}/' + name, *extra] for name, extra in RUNS.items())), strict=True)
+    )
 
 
 def check(folder, out):

@@ -4,7 +4,7 @@ import json
 
 import jax
 import pytest
-from tiny import LINES, ROOT, WORDS, make_model, run_forked, write_tokenizer
+from tiny import LINES, PAIR, WORDS, assert_refused, make_model, runner, write_tokenizer
 
 from spec_jax.models.t5_weights import save_t5
 from spec_jax.report import KEYS
@@ -33,23 +33,8 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def run(world):
-    return lambda *command_lines: run_forked(
-        ROOT / 'scripts/generate.py',
-        [
-            [
-                f'--config={ROOT / "configs/demo_ende.py"}',
-                f'--config.target={world / "target"}',
-                f'--config.draft.path={world / "draft"}',
-                f'--config.data.path={world / "lines.txt"}',
-                '--config.max_new_tokens=6',
-                '--config.gamma=2',
-                '--config.repeats=1',
-                *extra,
-            ]
-            for extra in command_lines
-        ],
-        world,
-    )
+    few = '--config.max_new_tokens=6', '--config.gamma=2', '--config.repeats=1'
+    return runner('generate.py', world, *PAIR, *few)
 
 
 def test_three_ways_of_decoding_write_the_same_lines(run, world):
@@ -100,18 +85,7 @@ BAD = {
 
 
 def test_bad_input_gets_one_line_and_leaves_nothing(run, world):
-    names = list(BAD)
-    lines = [
-        [f'--workdir={world}/bad{n}', *(arg.format(w=world) for arg in BAD[name][0])]
-        for n, name in enumerate(names)
-    ]
-    for n, (name, (code, _, err)) in enumerate(zip(names, run(*lines), strict=True)):
-        shown = [line for line in err.splitlines() if line.strip() and 'batch/s' not in line]
-        assert code == 1, (name, err)
-        assert len(shown) == 1 and shown[0].startswith('error: '), (name, err)
-        assert BAD[name][1] in shown[0], (name, shown)
-        folder = world / f'bad{n}'
-        assert not folder.exists() or not list(folder.iterdir()), name
+    assert_refused(run, world, BAD)
 
 
 def test_a_gamma_of_auto_is_measured_and_told(run, world):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny import ROOT, run_forked, save_models
+from tiny import PAIR, assert_refused, runner, save_models
 
 from spec_jax.report import KEYS
 
@@ -45,23 +45,8 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def run(world):
-    return lambda *command_lines: run_forked(
-        ROOT / 'scripts/measure_alpha.py',
-        [
-            [
-                f'--config={ROOT / "configs/demo_ende.py"}',
-                f'--config.target={world / "target"}',
-                f'--config.draft.path={world / "draft"}',
-                f'--config.data.path={world / "lines.txt"}',
-                '--config.max_new_tokens=6',
-                '--config.alpha.batch_size=4',
-                '--config.alpha.drafts=model',
-                *(argument.format(w=world) for argument in extra),
-            ]
-            for extra in command_lines
-        ],
-        world,
-    )
+    few = '--config.max_new_tokens=6', '--config.alpha.batch_size=4', '--config.alpha.drafts=model'
+    return runner('measure_alpha.py', world, *PAIR, *few)
 
 
 def report_of(folder):
@@ -152,9 +137,4 @@ BAD = {
 
 
 def test_bad_input_gets_one_line_and_leaves_nothing(run, world):
-    lines = [[f'--workdir={{w}}/bad{n}', *arguments] for n, (arguments, _) in enumerate(BAD.values())]
-    for n, ((name, (_, expected)), (code, _, err)) in enumerate(zip(BAD.items(), run(*lines), strict=True)):
-        shown = [line for line in err.splitlines() if line.strip() and 'batch/s' not in line]
-        assert code == 1, (name, err)
-        assert len(shown) == 1 and shown[0].startswith('error: ') and expected in shown[0], (name, err)
-        assert not list((world / f'bad{n}').iterdir()), name
+    assert_refused(run, world, BAD)

@@ -2,11 +2,9 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
-from tiny import COMPILE_QUICKLY, LINES, ROOT, save_models
+from tiny import LINES, PAIR, ROOT, runner, save_models
 
 from spec_jax import conformance
 
@@ -18,6 +16,7 @@ CODE = next(
 SMALL = {
     'generate.py': ['--config.compare=True', '--config.repeats=1'],
     'verify.py': [
+        '--config.verify.rule=False',
         '--config.verify.greedy_prompts=2',
         '--config.verify.sampled_prompts=1',
         '--config.verify.samples=256',
@@ -39,35 +38,11 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize('script', SMALL)
 def test_a_script_takes_it(script, folder):
-    kind = f'{folder / "my_draft.py"}:copy_source'
-    done = subprocess.run(
-        [
-            sys.executable,
-            ROOT / 'scripts' / script,
-            f'--config={ROOT / "configs/demo_ende.py"}',
-            f'--config.target={folder / "target"}',
-            f'--config.data.path={folder / "lines.txt"}',
-            '--config.max_new_tokens=6',
-            '--config.gamma=2',
-            f'--workdir={folder / script}',
-            f'--config.alpha.drafts={kind}'
-            if script == 'measure_alpha.py'
-            else f'--config.draft.kind={kind}',
-            *SMALL[script],
-        ],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        timeout=600,
-        env={
-            'PYTHONPATH': str(ROOT),
-            'JAX_PLATFORMS': 'cpu',
-            'PATH': '/usr/bin:/bin',
-            'HF_HUB_OFFLINE': '1',
-            'XLA_FLAGS': COMPILE_QUICKLY,
-        },
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    kind = '{w}/my_draft.py:copy_source'
+    how = f'--config.alpha.drafts={kind}' if script == 'measure_alpha.py' else f'--config.draft.kind={kind}'
+    run = runner(script, folder, *PAIR, '--config.max_new_tokens=6', '--config.gamma=2', how, *SMALL[script])
+    ((code, out, err),) = run([f'--workdir={folder / script}'])
+    assert code == 0, out + err
     report = json.loads((folder / script / 'report.json').read_text())
     if script == 'generate.py':
         assert report['greedy_match'] == 1.0

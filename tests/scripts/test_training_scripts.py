@@ -1,27 +1,13 @@
 """train.py and distill.py as their users see them when something is wrong."""
 
-import json
-import pathlib
-import subprocess
-import sys
-
-HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
+from tiny import ROOT, run_forked
 
 
 def assert_mistakes(script, workdir, command_lines):
     """Each command line, by what it should say, ends in that one line on stderr and leaves nothing behind."""
     lines = [[f'--workdir={workdir}', *arguments] for arguments in command_lines.values()]
-    done = subprocess.run(
-        [sys.executable, HERE / 'forked.py', ROOT / f'scripts/{script}.py'],
-        input=json.dumps(lines),
-        cwd=ROOT,
-        env={'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'PATH': ''},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    for message, (code, out, err) in zip(command_lines, json.loads(done.stdout), strict=True):
+    results = run_forked(ROOT / f'scripts/{script}.py', lines, workdir)
+    for message, (code, out, err) in zip(command_lines, results, strict=True):
         assert (code, out, err.count('\n')) == (1, '', 1), err
         assert err.startswith('error: ') and message in err
     assert not workdir.exists()

@@ -1,10 +1,15 @@
 """What the tests of scripts share: a tiny pair of random weights with its tokenizer, and a way to run many command
 lines of a script."""
 
+import atexit
+import functools
 import json
+import os
 import pathlib
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -15,10 +20,14 @@ from spec_jax.models.t5_weights import save_t5
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
-# Compiling is nearly all that the scripts do here; this halves it. XLA ends the program at a flag it does not know.
-COMPILE_QUICKLY = '--xla_backend_optimization_level=0'
-if jax.__version__.startswith('0.10.'):
-    COMPILE_QUICKLY += ' --xla_cpu_use_fusion_emitters=false'
+HOW_TO_COMPILE = 'XLA_FLAGS', 'JAX_DISABLE_MOST_OPTIMIZATIONS'  # conftest.py sets them
+PAIR = (  # what most command lines begin with
+    '--config=configs/demo_ende.py',
+    '--config.target={w}/target',
+    '--config.draft.path={w}/draft',
+    '--config.data.path={w}/lines.txt',
+)
+PROGRESS = re.compile(r'\d\d:\d\d[<,]')  # a bar of tqdm's
 WORDS = 'a b c d e f g h i j k l m'.split()
 LINES = ['a b c', 'd', '', 'e f g h i j', 'b b b b b b b b b b b b']
 CONFIG = T5Config(
@@ -53,26 +62,67 @@ def write_tokenizer(folder: pathlib.Path, words=WORDS) -> None:
     )
 
 
-def run_forked(script: pathlib.Path, command_lines, home: pathlib.Path, timeout=900) -> list:
-    """[exit code, stdout, stderr] of each command line; what they compile alike is compiled once."""
-    done = subprocess.run(
-        [sys.executable, HERE / 'forked.py', script],
-        input=json.dumps(command_lines),
-        capture_output=True,
+def run_forked(
+    script: pathlib.Path,
+    command_lines: Sequence[Sequence[str]],
+    home: pathlib.Path,
+    optimised: bool = False,
+) -> list:
+    """[exit code, stdout, stderr] of each command line; what they compile alike is compiled once.
+
+    `optimised` is for those that compute for longer than they compile.
+    """
+    server = _server(home.parent)
+    print(json.dumps([str(script), command_lines, optimised]), file=server.stdin, flush=True)
+    answer = server.stdout.readline()
+    assert answer, 'forked.py has ended; its stderr says why'
+    return json.loads(answer)
+
+
+@functools.cache
+def _server(home: pathlib.Path) -> subprocess.Popen:
+    """forked.py, started once, since importing takes longer than most command lines; it ends when we do."""
+    server = subprocess.Popen(
+        [sys.executable, HERE / 'forked.py'],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        timeout=timeout,
-        env={
+        env={name: os.environ[name] for name in HOW_TO_COMPILE if name in os.environ}
+        | {
             'PYTHONPATH': str(ROOT),
             'JAX_PLATFORMS': 'cpu',
             'PATH': '/usr/bin:/bin',
             'HF_HUB_OFFLINE': '1',
             'HOME': str(home),
-            'XLA_FLAGS': COMPILE_QUICKLY,
-            'JAX_COMPILATION_CACHE_DIR': str(home.parent / 'compiled'),
+            'JAX_COMPILATION_CACHE_DIR': str(home / 'compiled'),
             'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
             'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
         },
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    atexit.register(server.communicate)
+    return server
+
+
+def runner(script: str | pathlib.Path, world: pathlib.Path, *shared: str) -> Callable:
+    """Runs command lines of a script of scripts/, or of a path, as `run_forked` does.
+
+    `shared` come before the arguments of each; `{w}` in any of them stands for `world`.
+    """
+
+    def run(*command_lines, **how):
+        lines = [[one.format(w=world) for one in [*shared, *extra]] for extra in command_lines]
+        return run_forked(ROOT / 'scripts' / script, lines, world, **how)
+
+    return run
+
+
+def assert_refused(run: Callable, world: pathlib.Path, bad: dict[str, tuple[list[str], str]]) -> None:
+    """Each of `bad`, arguments and what is to be said of them, ends in that one line and leaves nothing behind."""
+    lines = [[f'--workdir={{w}}/bad{n}', *arguments] for n, (arguments, _) in enumerate(bad.values())]
+    for n, ((name, (_, message)), (code, _, err)) in enumerate(zip(bad.items(), run(*lines), strict=True)):
+        shown = [line for line in err.splitlines() if line.strip() and not PROGRESS.search(line)]
+        assert code == 1, (name, err)
+        assert len(shown) == 1 and shown[0].startswith('error: ') and message in shown[0], (name, err)
+        folder = world / f'bad{n}'
+        assert not folder.exists() or not list(folder.iterdir()), name

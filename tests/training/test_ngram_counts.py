@@ -1,21 +1,18 @@
 """Counting n-grams, and the recipe from texts to an export."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from conftest import SOURCES
 from ml_collections import ConfigDict
+from tiny import ROOT, run_forked
 
 from spec_jax.drafters.ngram import load_ngram, make_drafter, read_ngram
 from spec_jax.tokenizers import load_tokenizer, pieces
 from spec_jax.training.ngram import count_ngrams, cross_entropy, describe, read_texts, train_ngram
 
 EOS = 1
-ROOT = pathlib.Path(__file__).parents[2]
 BY_HAND = [[2, 3, EOS], [2, 2, EOS]]
 
 
@@ -186,15 +183,7 @@ def test_the_script_counts_by_the_config_that_is_shipped(tmp_path, tokenizer_fol
         [config, f'--workdir={tmp_path}/bad', *files, '--config.data.train=/nowhere.txt'],
         [config, f'--workdir={tmp_path}/bad', *files, '--config.order=2'],
     ]
-    done = subprocess.run(
-        [sys.executable, ROOT / 'tests/scripts/forked.py', ROOT / 'scripts/train.py'],
-        input=json.dumps(lines),
-        cwd=ROOT,
-        env={'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'PATH': ''},
-        capture_output=True,
-        text=True,
-    )
-    good, *bad = json.loads(done.stdout)
+    good, *bad = run_forked(ROOT / 'scripts/train.py', lines, tmp_path)
     assert good[0] == 0 and good[1].endswith(f'exported {tmp_path}/good/export\n')
     assert read_ngram(tmp_path / 'good' / 'export').vocab_size == 19
     messages = [

@@ -1,0 +1,72 @@
+"""Compiles a pair's programs for TPUs without one: do they fit, what would they cost? No weights are needed.
+
+    pip install -r requirements-tpu-report.txt
+    python scripts/tpu_report.py --config=configs/t5_v1_1_xxl_wmt_ende.py --topology=v4,v5e:8
+
+Prints the tables; leaves report.json, report.md and tpu_report.png in --workdir. Sizes come from the config.json of
+the config's folders, or from names such as google/t5-v1_1-xxl. Every time is the compiler's estimate.
+"""
+
+import os
+
+os.environ['JAX_PLATFORMS'] = 'cpu'  # before JAX is imported: no TPU is looked for
+os.environ['TPU_SKIP_MDS_QUERY'] = '1'
+
+import importlib.util  # noqa: E402
+from functools import partial  # noqa: E402
+
+from absl import flags  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from spec_jax import cli, pipeline  # noqa: E402
+from spec_jax import report as files  # noqa: E402
+from spec_jax.models.t5_sizes import config_of  # noqa: E402
+from spec_jax.tpu import chips, programs, report  # noqa: E402
+
+_CONFIG = cli.define_config()
+_TOPOLOGY = flags.DEFINE_list('topology', ['v4'], f'Of {", ".join(chips.CHIPS)}, each NAME or NAME:CHIPS.')
+_WORKDIR = flags.DEFINE_string('workdir', 'tpu_report', 'Folder for report.json, report.md and the plot.')
+_LIMIT = flags.DEFINE_integer('limit', 600, 'Seconds that a program may take to compile.')
+
+
+def main(_):
+    config, topologies = _CONFIG.value, _TOPOLOGY.value
+    for topology in topologies:
+        chips.named(topology)
+    if importlib.util.find_spec('libtpu') is None:
+        raise ValueError(
+            'expected libtpu to be installed, found none: pip install -r requirements-tpu-report.txt'
+        )
+    settings = pipeline.settings_from(config, auto=1)
+    if config.draft.kind != 'model' or not settings.gamma:
+        raise ValueError(
+            f'draft.kind: expected a model and a gamma of 1 or more, got {config.draft.kind} and {config.gamma}'
+        )
+    target, draft = config_of(config.target), config_of(config.draft.path)
+    workdir, found = files.make_workdir(_WORKDIR.value), []
+    for topology in topologies:
+        setup = programs.Setup(
+            target,
+            draft,
+            topology,
+            settings.gamma,
+            settings.max_new_tokens,
+            settings.max_source_length,
+            settings.sampling,
+            settings.batch_size,
+        )
+        found.append(report.figures(setup, _LIMIT.value, partial(tqdm, desc=topology, dynamic_ncols=True)))
+        _write(workdir, found, config)
+    print(f'\n{report.table(found)}\n\n{report.predicted_table(found)}\n\n{report.LABEL}')
+    print(f'figures: {workdir / "report.json"}   {workdir / "report.md"}   {workdir / "tpu_report.png"}')
+
+
+def _write(workdir, found, config):
+    title = f'{config.target} with {config.draft.path}, γ = {config.gamma}, batch size {config.batch_size}'
+    files.write_report(workdir, dict(device=None, topologies=found), config)
+    files.write_text(workdir / 'report.md', report.markdown(found, title))
+    report.plot(found).savefig(workdir / 'tpu_report.png', dpi=150)
+
+
+if __name__ == '__main__':
+    cli.run(main)

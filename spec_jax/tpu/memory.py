@@ -1,0 +1,92 @@
+"""Which chip holds which pair: weights and caches by their shapes; no weights are read, no chip is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from tabulate import tabulate
+
+from spec_jax.backend import tracing_for
+from spec_jax.decoding import prefill
+from spec_jax.drafters.model import ModelDrafter
+from spec_jax.models.t5 import T5Config
+from spec_jax.tpu.chips import CHIPS
+from spec_jax.tpu.programs import shapes
+from spec_jax.types import Inputs
+
+_GIB = 2**30
+# Bytes of one JAX device, smallest first; of v2 and v3 that is one of a chip's two cores.
+HBM = {'v2, a core': 8 * _GIB, 'v3, a core': 16 * _GIB} | {
+    name: int(chip.hbm) for name, chip in CHIPS.items()
+}
+HBM = dict(sorted(HBM.items(), key=lambda one: one[1]))
+# Of a device's memory, kept for logits, activations, the program, and what the layout of arrays in tiles adds.
+SPARE = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Bytes that a pair takes while it decodes.
+
+    Attributes:
+      weights: of both models, laid out for decoding.
+      caches: keys and values of both, of self-attention and of cross-attention, and what goes with them.
+    """
+
+    weights: int
+    caches: int
+
+    def fits(self, hbm: int) -> bool:
+        """Whether a device of so many bytes holds it, with `SPARE` left over."""
+        return self.weights + self.caches <= (1 - SPARE) * hbm
+
+
+def need(
+    target: T5Config,
+    draft: T5Config,
+    *,
+    gamma: int,
+    max_new_tokens: int,
+    source_length: int,
+    batch_size: int = 1,
+    dtype: str = 'bfloat16',
+) -> Need:
+    """What a pair needs, of shapes alone.
+
+    Args:
+      target: sizes.
+      draft: sizes.
+      gamma: draft length.
+      max_new_tokens: most tokens of an output.
+      source_length: tokens of a source.
+      batch_size: rows decoded together.
+      dtype: of weights and caches.
+    """
+    size = batch_size, source_length
+    inputs = Inputs(jax.ShapeDtypeStruct(size, jnp.int32), jax.ShapeDtypeStruct(size, jnp.bool_))
+    keys = jax.eval_shape(partial(jax.random.split, num=batch_size), jax.random.key(0))
+    with tracing_for('tpu'):
+        pair = shapes(target, dtype), ModelDrafter(shapes(draft, dtype))
+        start = partial(prefill, gamma=gamma, max_new_tokens=max_new_tokens)
+        state = jax.eval_shape(start, *pair, inputs, keys)
+    return Need(_bytes(pair), _bytes((state.target_cache, state.draft_state)))
+
+
+def _bytes(arrays) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
+
+
+def table(needs: Mapping[str, Need]) -> str:
+    """Markdown: a row for each pair, by its name, and a column for each device of `HBM`."""
+    rows = [
+        [name, f'{one.weights / _GIB:.2f}', f'{one.caches / _GIB:.2f}']
+        + ['yes' if one.fits(hbm) else '' for hbm in HBM.values()]
+        for name, one in needs.items()
+    ]
+    devices = [f'{name}: {hbm / _GIB:.0f}' for name, hbm in HBM.items()]
+    return tabulate(rows, ['pair', 'weights', 'caches', *devices], tablefmt='pipe', disable_numparse=True)

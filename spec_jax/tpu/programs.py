@@ -1,0 +1,314 @@
+"""The programs of a pair, compiled for a TPU that is not there, from shapes alone.
+
+Each is compiled in a process of its own: libtpu serves one at a time, and a program on which the compiler hangs can
+be given up after a while. The environment has JAX_PLATFORMS=cpu and TPU_SKIP_MDS_QUERY=1, lest libtpu look for a
+TPU, before JAX is imported. On several chips the weights are split as `sharding` has it, over `model`.
+
+Axes: B rows, G draft length, S source length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import multiprocessing
+import os
+import pathlib
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from spec_jax import backend, decoding, sharding
+from spec_jax.drafters.model import ModelDrafter
+from spec_jax.models.base import read_block
+from spec_jax.models.t5 import T5, T5Config
+from spec_jax.sampling import SamplingConfig
+from spec_jax.tpu import chips
+from spec_jax.tpu.hlo import Program
+from spec_jax.types import Inputs
+
+PROGRAMS = ('plain_step', 'target_call', 'draft', 'prefill', 'loop')
+_HLO_TYPE = dict(bfloat16='bf16', float32='f32')
+SCOPES = ('draw', 'draft', 'target', 'verify', 'update')
+_LOCK = pathlib.Path('/tmp/libtpu_lockfile')  # libtpu's own; one that is killed leaves it
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A pair and how it decodes.
+
+    Attributes:
+      target: sizes.
+      draft: sizes.
+      topology: as of `chips.named`.
+      gamma: G.
+      max_new_tokens: most tokens of an output.
+      source_length: S.
+      sampling: how logits become a distribution.
+      batch_size: B.
+      dtype: of weights, activations and caches.
+    """
+
+    target: T5Config
+    draft: T5Config
+    topology: str
+    gamma: int
+    max_new_tokens: int
+    source_length: int
+    sampling: SamplingConfig
+    batch_size: int = 1
+    dtype: str = 'bfloat16'
+
+
+def shapes(config: T5Config, dtype: str) -> T5:
+    """A T5 laid out for decoding, of shapes in place of weights; to be called within `backend.tracing_for`."""
+    module = jax.eval_shape(partial(T5.create, config, dtype=dtype), jax.random.key(0))
+    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), module)
+    return jax.eval_shape(T5.for_decoding, weights)
+
+
+def compile_apart(setup: Setup, name: str, limit: float) -> dict[str, Any]:
+    """Figures of one of `PROGRAMS`, compiled in a process of its own.
+
+    Args:
+      limit: seconds, after which it is given up.
+
+    Returns:
+      As of `compile_here`; where it was given up or failed, `error` alone.
+    """
+    context = multiprocessing.get_context('spawn')
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(theirs, setup, name), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        if not ours.poll(limit):
+            return dict(error=f'the compiler was given up after {limit:.0f} s')
+        return ours.recv()
+    except EOFError:
+        child.join()
+        return dict(error=f'the compiler ended with exit code {child.exitcode}')
+    finally:
+        if child.is_alive():
+            child.kill()
+            child.join()
+            _LOCK.unlink(missing_ok=True)
+
+
+def _child(pipe, setup: Setup, name: str) -> None:
+    # What libtpu prints of chips that it does not find would stand between our lines.
+    with open(os.devnull, 'w') as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        pipe.send(compile_here(setup, name))
+    except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+        pipe.send(dict(error=' '.join(str(error).split())[:300]))
+
+
+def compile_here(setup: Setup, name: str) -> dict[str, Any]:
+    """Compiles one of `PROGRAMS` and reads what the compiler says of it.
+
+    Returns:
+      compile_seconds; memory (bytes of arguments, outputs, those that share memory, temporaries); milliseconds of
+      one run (for `loop` of one round, `prefill_milliseconds` of what is before it); draft_milliseconds of one
+      draft step and scopes of `loop`; copies (number and bytes of large ones in loops); collectives.
+    """
+    chip, number = chips.named(setup.topology)
+    devices = chips.devices(setup.topology)
+    with backend.tracing_for('tpu'), _mesh(devices) as mesh:
+        function, arguments, donated = _BUILDERS[name](setup)
+        arguments = jax.tree.map_with_path(partial(_placed, mesh, devices[0], setup), arguments)
+        begin = time.perf_counter()
+        compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+        seconds = time.perf_counter() - begin
+    figures = dict(compile_seconds=seconds, memory=_memory(compiled), chips=number)
+    return figures | _read(Program(compiled.as_text()), name, chip, _HLO_TYPE[setup.dtype], _smallest(setup))
+
+
+@contextlib.contextmanager
+def _mesh(devices):
+    """A mesh of 1 x chips in use; nothing for one chip."""
+    if len(devices) == 1:
+        yield None
+        return
+    kinds = (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((1, len(devices)), (sharding.DATA, sharding.MODEL), kinds, devices=devices)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def _placed(mesh, device, setup: Setup, path: tuple, leaf):
+    """A shape with its place: weights by rule, keys and values by head, all else whole on every chip."""
+    if mesh is None:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
+    spec, size = PartitionSpec(), mesh.shape[sharding.MODEL]
+    names = [getattr(step, 'name', getattr(step, 'key', getattr(step, 'idx', None))) for step in path]
+    if 'params' in names:
+        inner = [one for one in names[names.index('params') + 1 :] if one != 'value']
+        spec = sharding.partition_spec(tuple(inner), leaf.shape, size)
+    elif leaf.ndim == 4 and leaf.shape[1] % size == 0 and leaf.shape[1] > 1:
+        spec = PartitionSpec(None, sharding.MODEL)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def _read(program: Program, name: str, chip: chips.Chip, dtype: str, smallest: int) -> dict[str, Any]:
+    """Times and copies of a compiled program."""
+    milliseconds = lambda cycles: cycles / chip.clock * 1e3  # noqa: E731
+    where, figures = program.entry, {}
+    if name == 'loop':
+        (main,) = program.loops(program.entry)
+        own = sum(one.cycles for one in program.operations(program.entry))
+        figures['prefill_milliseconds'], where = milliseconds(own), main.called['body']
+        scopes = program.by_scope(where, SCOPES)
+        figures['scopes'] = {scope: milliseconds(cycles) for scope, cycles in scopes.items()}
+    figures['milliseconds'] = milliseconds(program.cycles(where))
+    drafts = [loop for loop in program.loops(where) if '/draft/' in f'{loop.scope}/' or name == 'draft']
+    if drafts:
+        figures['draft_milliseconds'] = milliseconds(program.cycles(drafts[0].called['body']))
+        figures['draft_step_operations'] = sum(
+            one.cycles > 0 for one in program.operations(drafts[0].called['body'])
+        )
+    if name == 'draft' and drafts:
+        where = drafts[0].called['body']
+    copies = program.copies(where, dtype, smallest)
+    figures['copies'] = dict(number=len(copies), bytes=sum(copy.bytes for copy in copies))
+    return figures | dict(collectives=program.collectives(where))
+
+
+def _memory(compiled) -> dict[str, int]:
+    found = compiled.memory_analysis()
+    return dict(
+        arguments=found.argument_size_in_bytes,
+        outputs=found.output_size_in_bytes,
+        shared=found.alias_size_in_bytes,
+        temporaries=found.temp_size_in_bytes,
+    )
+
+
+def _smallest(setup: Setup) -> int:
+    """Bytes of the smallest array whose copy counts: one layer's keys in the draft, on one of the chips."""
+    config, itemsize = setup.draft, jnp.dtype(setup.dtype).itemsize
+    return config.num_heads * config.d_kv * setup.max_new_tokens * itemsize // chips.named(setup.topology)[1]
+
+
+# --- what is compiled: function, arguments, which of them it may overwrite -----------------------------------
+
+
+def _pair(setup: Setup) -> tuple[T5, ModelDrafter]:
+    target, draft = (shapes(config, setup.dtype) for config in (setup.target, setup.draft))
+    return target, ModelDrafter(draft, backend.fewest_rows())
+
+
+def _prompts(setup: Setup) -> tuple[Inputs, Any]:
+    size = setup.batch_size, setup.source_length
+    inputs = Inputs(jax.ShapeDtypeStruct(size, jnp.int32), jax.ShapeDtypeStruct(size, jnp.bool_))
+    return inputs, jax.eval_shape(partial(jax.random.split, num=setup.batch_size), jax.random.key(0))
+
+
+def _limits(setup: Setup) -> dict[str, int]:
+    return dict(gamma=setup.gamma, max_new_tokens=setup.max_new_tokens)
+
+
+def _state(setup: Setup, target: T5, drafter: ModelDrafter):
+    return jax.eval_shape(partial(decoding.prefill, **_limits(setup)), target, drafter, *_prompts(setup))
+
+
+def _plain_step(setup: Setup):
+    target, _ = _pair(setup)
+    how = dict(max_new_tokens=setup.max_new_tokens)
+    state = jax.eval_shape(partial(decoding.start_plain, **how), target, *_prompts(setup))
+    return partial(decoding.plain_step, **how, sampling=setup.sampling), (target, state), (1,)
+
+
+def _target_call(setup: Setup):
+    def call(target, cache, context, drafted):
+        hidden, cache = read_block(target, cache, context, drafted)
+        return target.logits(hidden), cache
+
+    target, drafter = _pair(setup)
+    state = _state(setup, target, drafter)
+    drafted = jax.ShapeDtypeStruct((setup.batch_size, setup.gamma), jnp.int32)
+    return call, (target, state.target_cache, state.context, drafted), (1,)
+
+
+def _draft(setup: Setup):
+    def propose(drafter, state, context, keys):
+        return drafter.propose(state, context, keys, setup.gamma, setup.sampling, setup.target.vocab_size)
+
+    target, drafter = _pair(setup)
+    state = _state(setup, target, drafter)
+    return propose, (drafter, state.draft_state, state.context, state.keys), (1,)
+
+
+def _prefill(setup: Setup):
+    return partial(decoding.prefill, **_limits(setup)), (*_pair(setup), *_prompts(setup)), ()
+
+
+def _loop(setup: Setup):
+    how = dict(_limits(setup), sampling=setup.sampling, lenience=1.0)
+    return partial(decoding.speculative_loop, **how), (*_pair(setup), *_prompts(setup)), ()
+
+
+_BUILDERS = dict(plain_step=_plain_step, target_call=_target_call, draft=_draft, prefill=_prefill, loop=_loop)
+
+
+# --- what must be read ---------------------------------------------------------------------------------------
+
+
+def weight_bytes(config: T5Config, dtype: str, chips_number: int = 1) -> int:
+    """Of all weights, on one of the chips."""
+    return _weights(config, dtype, chips_number, lambda path: True)
+
+
+def read_bytes(
+    config: T5Config, dtype: str, slots: int, source_length: int, batch: int = 1, number: int = 1
+) -> int:
+    """What a call of the decoder must read on one chip: the weights it multiplies by, and the caches.
+
+    Cross-attention's keys and values are in the cache; the embedding is read by row.
+
+    Args:
+      slots: of the self-attention cache.
+      number: of chips that share the work.
+    """
+
+    def multiplied(path):
+        return path[0] in ('decoder', 'decoder_norm', 'decoder_bias', 'head') and not (
+            'cross_attention' in path and path[-1] in ('key', 'value')
+        )
+
+    return _weights(config, dtype, number, multiplied) + cache_bytes(
+        config, dtype, slots, source_length, batch, number
+    )
+
+
+def cache_bytes(
+    config: T5Config, dtype: str, slots: int, source_length: int, batch: int = 1, number: int = 1
+) -> int:
+    """Keys and values of self- and cross-attention, on one of the chips."""
+    each = 2 * config.num_heads * config.d_kv * jnp.dtype(dtype).itemsize
+    share = number if config.num_heads % number == 0 else 1
+    return config.num_decoder_layers * each * (slots + source_length) * batch // share
+
+
+def _weights(config: T5Config, dtype: str, number: int, wanted) -> int:
+    total = 0
+    for path, shape in _laid_out(config, dtype):
+        if wanted(path):
+            split = number > 1 and any(sharding.partition_spec(path, shape, number))
+            total += math.prod(shape) * jnp.dtype(dtype).itemsize // (number if split else 1)
+    return total
+
+
+@functools.cache  # tracing T5-XXL's takes seconds
+def _laid_out(config: T5Config, dtype: str) -> list[tuple[tuple, tuple[int, ...]]]:
+    """Path and shape of every weight."""
+    with backend.tracing_for('tpu'):
+        return [(path, leaf.shape) for path, leaf in nnx.to_flat_state(shapes(config, dtype).params)]

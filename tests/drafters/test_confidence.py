@@ -1,0 +1,74 @@
+"""How sure an n-gram is of its guess, and a thrifty draft that asks it."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import SamplingConfig
+from spec_jax.drafters import ngram
+from spec_jax.drafters.thrifty import Thrifty
+from spec_jax.sampling import GREEDY, row_keys
+from spec_jax.testing import prompts
+from spec_jax.training.ngram import count_ngrams
+from spec_jax.types import Context, Draft, Verification
+
+V = 5
+COUNTS = count_ngrams([[2, 3, 2, 3, 1], [2, 4, 1], [3, 3, 3, 1]], 2, V, (1, 1), 9)
+BIGRAM = ngram.on_device(ngram.make_drafter(COUNTS))
+
+
+@pytest.mark.parametrize(
+    'sampling', [GREEDY, SamplingConfig(1.0), SamplingConfig(0.5), SamplingConfig(0.0, vocab_limit=4)]
+)
+def test_an_ngrams_confidence_is_the_highest_q_of_its_first_token(sampling):
+    """Greedy that of its own q; sampling, of the distribution drawn from; behind each token of the vocabulary."""
+    tokens = jnp.arange(V)[:, None]
+    context = Context(tokens, jnp.ones((V,), jnp.int32))
+    draft, _ = BIGRAM.propose((), context, row_keys(jax.random.key(0), range(V)), 2, sampling, V)
+    q = np.asarray(BIGRAM.probs_after(tokens))
+    if sampling.temperature:
+        q = q ** (1 / sampling.temperature) / (q ** (1 / sampling.temperature)).sum(-1, keepdims=True)
+    np.testing.assert_allclose(draft.confidence, q.max(-1), rtol=1e-5)
+
+
+@flax.struct.dataclass
+class Sure:
+    """As sure as its script says, round by round."""
+
+    script: jax.Array
+
+    def init(self, inputs, num_slots):
+        return jnp.zeros((1,), jnp.int32)
+
+    def propose(self, state, context, keys, gamma, sampling, vocab_size):
+        draft = Draft(jnp.zeros((1, gamma), jnp.int32), None, jnp.full((1,), gamma), self.script[state])
+        return draft, state + 1
+
+    def update(self, state, context, verified, hidden):
+        return state
+
+
+def spoken(confidence, accepted, toll=0.35):
+    """In which rounds it speaks, given how sure it is and how many of its guesses would pass."""
+    draft, found = Thrifty(Sure(jnp.asarray(confidence)), toll), []
+    state = draft.init(prompts([0]), 9)
+    context = Context(jnp.zeros((1, 9), jnp.int32), jnp.ones((1,), jnp.int32))
+    for number, passing in enumerate(accepted):
+        proposed, state = draft.propose(state, context, None, 3, GREEDY, V)
+        found += [number] if int(proposed.length[0]) else []
+        passed = jnp.minimum(proposed.length, passing)
+        state = draft.update(state, context, Verification(passed, jnp.zeros((1, 4), jnp.int32)), None)
+    return found
+
+
+def test_at_first_a_draft_speaks_where_it_is_sure():
+    sure = [0.1, 0.9, 0.2, 0.5, 0.29, 0.31, 0.7]
+    assert spoken(sure, [1] * 7) == [1, 3, 5, 6]
+
+
+def test_each_step_of_confidence_has_an_account_of_its_own():
+    """Sure and wrong, the account of .31 goes from .57 below .35 in three rounds: .57 x .8^3 = .29; .9's stays."""
+    assert spoken([0.31] * 5 + [0.9], [0] * 5 + [2]) == [0, 1, 2, 5]
+    assert spoken([0.1] * 9 + [0.1], [3] * 10) == [8, 9]  # tried after eight silent rounds, and found to gain
