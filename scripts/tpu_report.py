@@ -11,6 +11,7 @@ import os
 
 os.environ['JAX_PLATFORMS'] = 'cpu'  # before JAX is imported: no TPU is looked for
 os.environ['TPU_SKIP_MDS_QUERY'] = '1'
+os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'  # none is used, so none is locked
 
 import importlib.util  # noqa: E402
 from functools import partial  # noqa: E402

@@ -1,8 +1,8 @@
 """The programs of a pair, compiled for a TPU that is not there, from shapes alone.
 
-Each is compiled in a process of its own: libtpu serves one at a time, and a program on which the compiler hangs can
-be given up after a while. The environment has JAX_PLATFORMS=cpu and TPU_SKIP_MDS_QUERY=1, lest libtpu look for a
-TPU, before JAX is imported. On several chips the weights are split as `sharding` has it, over `model`.
+Each is compiled in a process of its own, so that a program on which the compiler hangs can be given up after a
+while. Before JAX is imported, the environment needs JAX_PLATFORMS=cpu, TPU_SKIP_MDS_QUERY=1 (no TPU is looked for)
+and ALLOW_MULTIPLE_LIBTPU_LOAD=1. On several chips the weights are split as `sharding` has it, over `model`.
 
 Axes: B rows, G draft length, S source length.
 """
@@ -15,7 +15,6 @@ import functools
 import math
 import multiprocessing
 import os
-import pathlib
 import time
 from functools import partial
 from typing import Any
@@ -37,7 +36,6 @@ from spec_jax.types import Inputs
 PROGRAMS = ('plain_step', 'target_call', 'draft', 'prefill', 'loop')
 _HLO_TYPE = dict(bfloat16='bf16', float32='f32')
 SCOPES = ('draw', 'draft', 'target', 'verify', 'update')
-_LOCK = pathlib.Path('/tmp/libtpu_lockfile')  # libtpu's own; one that is killed leaves it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +97,6 @@ def compile_apart(setup: Setup, name: str, limit: float) -> dict[str, Any]:
         if child.is_alive():
             child.kill()
             child.join()
-            _LOCK.unlink(missing_ok=True)
 
 
 def _child(pipe, setup: Setup, name: str) -> None:
@@ -122,12 +119,13 @@ def compile_here(setup: Setup, name: str) -> dict[str, Any]:
     """
     chip, number = chips.named(setup.topology)
     devices = chips.devices(setup.topology)
-    with backend.tracing_for('tpu'), _mesh(devices) as mesh:
+    with backend.tracing_for('tpu'):
         function, arguments, donated = _BUILDERS[name](setup)
-        arguments = jax.tree.map_with_path(partial(_placed, mesh, devices[0], setup), arguments)
-        begin = time.perf_counter()
-        compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
-        seconds = time.perf_counter() - begin
+        with _mesh(devices) as mesh:  # nothing runs within: these devices are none
+            arguments = jax.tree.map_with_path(partial(_placed, mesh, devices[0], setup), arguments)
+            begin = time.perf_counter()
+            compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+            seconds = time.perf_counter() - begin
     figures = dict(compile_seconds=seconds, memory=_memory(compiled), chips=number)
     return figures | _read(Program(compiled.as_text()), name, chip, _HLO_TYPE[setup.dtype], _smallest(setup))
 
@@ -151,7 +149,7 @@ def _placed(mesh, device, setup: Setup, path: tuple, leaf):
     spec, size = PartitionSpec(), mesh.shape[sharding.MODEL]
     names = [getattr(step, 'name', getattr(step, 'key', getattr(step, 'idx', None))) for step in path]
     if 'params' in names:
-        inner = [one for one in names[names.index('params') + 1 :] if one != 'value']
+        inner = names[names.index('params') + 1 : -1]  # the last step is nnx.Param's own
         spec = sharding.partition_spec(tuple(inner), leaf.shape, size)
     elif leaf.ndim == 4 and leaf.shape[1] % size == 0 and leaf.shape[1] > 1:
         spec = PartitionSpec(None, sharding.MODEL)
