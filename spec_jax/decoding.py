@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,8 +33,8 @@ from spec_jax.backend import fewest_rows, jit, rows_toll
 from spec_jax.drafters.base import Drafter
 from spec_jax.models.base import Model, block_size, last_tokens, read_block, read_window
 from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys, sample, split_rows
-from spec_jax.types import Cache, Context, Draft, Failure, Inputs, Output, SpecState, Stats
-from spec_jax.verification import lenient_bound, overlap, verify_chain
+from spec_jax.types import Cache, Context, Draft, Failure, Inputs, Output, SpecState, Stats, Verification
+from spec_jax.verification import draw_next, lenient_bound, overlap, verify_chain
 
 MAX_GAMMA = 16
 _SUM_TOLERANCE = 1e-3  # of a draft's probabilities: far above rounding, far below what a pass would hide
@@ -148,14 +149,12 @@ def speculative_step(
             state.draft_state, context, draft_keys, gamma, sampling, target.vocab_size
         )
         check_draft(draft, state.done.shape[0], gamma, target.vocab_size)
-    with jax.named_scope('target'):
-        chooses = skips_rows(state.done.shape[0]) and not getattr(drafter, 'always_guesses', False)
-        hidden, logits, target_cache = _score(target, state.target_cache, context, draft, chooses)
+    judge = partial(_judge, target, sampling=sampling, lenience=lenience)
+    if skips_rows(state.done.shape[0]) and not getattr(drafter, 'always_guesses', False):
+        judge = partial(_judge_or_draw, target, judge, sampling=sampling)
+    found, target_cache = judge(state.target_cache, context, draft, verify_keys)
     with jax.named_scope('verify'):
-        p = logits_to_probs(logits, sampling)  # [B, G + 1, V]
-        bound = p if lenience == 1 else lenient_bound(p, logits, sampling, lenience)
-        verified = verify_chain(p, draft, verify_keys, bound)
-        failed = jnp.where(state.done, 0, failures(p, draft))
+        verified, failed = found.verified, jnp.where(state.done, 0, found.failed)
         room = max_new_tokens + 1 - context.length
         emitted, ended = _emit(verified.tokens, verified.num_accepted + 1, room, target.eos_id)
         emitted = jnp.where(state.done | (failed > 0), 0, emitted)
@@ -163,7 +162,7 @@ def speculative_step(
             tokens=kv.write(context.tokens, verified.tokens, context.length, axis=1),
             length=context.length + emitted,
         )
-        stats = _count(state.stats, bound, draft, verified.num_accepted, emitted)
+        stats = _count(state.stats, found.overlap, draft, verified.num_accepted, emitted)
     with jax.named_scope('update'):
         return SpecState(
             context=context,
@@ -172,7 +171,7 @@ def speculative_step(
             round=state.round + 1,
             keys=state.keys,
             target_cache=target.rollback(target_cache, context.length - 1),
-            draft_state=drafter.update(draft_state, context, verified, hidden),
+            draft_state=drafter.update(draft_state, context, verified, found.hidden),
             stats=stats,
         )
 
@@ -186,31 +185,66 @@ def skips_rows(batch: int) -> bool:
     return batch == 1 and rows_toll() > 0
 
 
-def _score(
-    target: Model, cache: Cache, context: Context, draft: Draft, chooses: bool
-) -> tuple[Array, Array, Cache]:
-    """The target call: hidden [B, G + 1, D], logits [B, G + 1, V] and the cache.
+@flax.struct.dataclass
+class _Judged:
+    """What the target's call made of a draft.
 
-    Where it `chooses`, a round in which nothing was guessed is a call over the newest token alone, with zeros
-    behind it. The choice is made by two loops of which one runs once: XLA's CPU backend copies a cache that passes
-    through a conditional, and keeps one in place that passes through a loop.
+    Attributes:
+      verified: the verdict.
+      failed: [B] int32, bits of `Failure`.
+      overlap: [B, G] float32, sum of min(p, q) at the place of each draft token.
+      hidden: [B, G + 1, D].
     """
-    block = draft.tokens.shape[1] + 1
 
-    def call(drafted: Array, cache: Cache) -> tuple[Array, Array, Cache]:
-        hidden, cache = read_block(target, cache, context, drafted)
-        logits, behind = target.logits(hidden), ((0, 0), (0, block - hidden.shape[1]), (0, 0))
-        return jnp.pad(hidden, behind), jnp.pad(logits, behind), cache
+    verified: Verification
+    failed: Array
+    overlap: Array
+    hidden: Array
 
-    if not chooses:
-        return call(draft.tokens, cache)
-    shapes = jax.eval_shape(call, draft.tokens, cache)
-    hidden, logits = (jnp.zeros(one.shape, one.dtype) for one in shapes[:2])
-    carry = (hidden, logits, cache), False
-    for due, drafted in (((draft.length > 0).any(), draft.tokens), (True, draft.tokens[:, :0])):
+
+def _judge(
+    target: Model, cache: Cache, context: Context, draft: Draft, keys: Array, *, sampling, lenience
+) -> tuple[_Judged, Cache]:
+    """One target call over G + 1 rows, and the accept/resample rule."""
+    with jax.named_scope('target'):
+        hidden, cache = read_block(target, cache, context, draft.tokens)
+        logits = target.logits(hidden)
+    with jax.named_scope('verify'):
+        p = logits_to_probs(logits, sampling)  # [B, G + 1, V]
+        bound = p if lenience == 1 else lenient_bound(p, logits, sampling, lenience)
+        verified = verify_chain(p, draft, keys, bound)
+        return _Judged(verified, failures(p, draft), overlap(bound[:, :-1], draft), hidden), cache
+
+
+def _draw(
+    target: Model, cache: Cache, context: Context, draft: Draft, keys: Array, *, sampling
+) -> tuple[_Judged, Cache]:
+    """`_judge` for a round in which nothing was guessed: a call over one row, with zeros behind it."""
+    num_draft = draft.tokens.shape[1]
+    hidden, cache = read_block(target, cache, context, draft.tokens[:, :0])
+    p = logits_to_probs(target.logits(hidden)[:, 0], sampling)  # [B, V]
+    failed = jnp.where(jnp.isnan(p[:, 0]), Failure.TARGET.value, 0)
+    hidden = jnp.pad(hidden, ((0, 0), (0, num_draft), (0, 0)))
+    nothing = jnp.zeros(draft.tokens.shape, jnp.float32)
+    return _Judged(draw_next(p, keys, num_draft), failed, nothing, hidden), cache
+
+
+def _judge_or_draw(
+    target: Model, judge, cache: Cache, context: Context, draft: Draft, keys: Array, *, sampling
+) -> tuple[_Judged, Cache]:
+    """`judge` where something was guessed, else `_draw`.
+
+    The choice is made by two loops of which one runs once: XLA's CPU backend copies a cache that passes through a
+    conditional, and keeps one in place that passes through a loop.
+    """
+    arguments = context, draft, keys
+    shapes, _ = jax.eval_shape(judge, cache, *arguments)
+    carry = (jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes), cache), False
+    draw = partial(_draw, target, sampling=sampling)
+    for due, how in (((draft.length > 0).any(), judge), (True, draw)):
         carry = lax.while_loop(
             lambda carry, due=due: due & ~carry[1],
-            lambda carry, drafted=drafted: (call(drafted, carry[0][2]), True),
+            lambda carry, how=how: (how(carry[0][1], *arguments), True),
             carry,
         )
     return carry[0]
@@ -301,7 +335,7 @@ def failures(p: Array, draft: Draft) -> Array:
     return sum(jnp.where(rows, kind.value, 0) for kind, rows in found.items())
 
 
-def _count(stats: Stats, bound: Array, draft: Draft, num_accepted: Array, emitted: Array) -> Stats:
+def _count(stats: Stats, beta: Array, draft: Draft, num_accepted: Array, emitted: Array) -> Stats:
     """Adds one round; what stands behind an EOS or the limit was not tested and is not counted."""
     active = emitted > 0
     tested = jnp.minimum(emitted, draft.length)
@@ -313,7 +347,7 @@ def _count(stats: Stats, bound: Array, draft: Draft, num_accepted: Array, emitte
         tested_at=stats.tested_at + counted,
         accepted=stats.accepted + accepted,
         histogram=stats.histogram + (bins & active[:, None]),
-        overlap=stats.overlap + jnp.where(counted, overlap(bound[:, :-1], draft), 0.0).sum(-1),
+        overlap=stats.overlap + jnp.where(counted, beta, 0.0).sum(-1),
         emitted=stats.emitted + emitted,
     )
 

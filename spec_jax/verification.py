@@ -111,6 +111,19 @@ def verify_chain(p: Array, draft: Draft, keys: Array, bound: Array | None = None
     return Verification(num_accepted, jnp.where(index < num_accepted[:, None], drafted, following))
 
 
+def draw_next(p: Array, keys: Array, num_draft: int) -> Verification:
+    """What `verify_chain` makes of a draft of length 0, from the one distribution that then counts.
+
+    Args:
+      p: [B, V] float32.
+      keys: [B] PRNG keys.
+      num_draft: G.
+    """
+    _, residual_keys = split_rows(keys, 2)
+    token = sample(residual_keys, p)
+    return Verification(jnp.zeros_like(token), jnp.tile(token[:, None], (1, num_draft + 1)))
+
+
 def _next_distribution(p: Array, draft: Draft, num_accepted: Array) -> Array:
     """[B, V]: the residual at the rejected position, or p where no test failed."""
 

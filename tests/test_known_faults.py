@@ -184,6 +184,7 @@ def two_kinds_of_rows():
     return target, lambda *args: jax.tree.map(np.asarray, run(*args))
 
 
+@pytest.mark.usefixtures('optimised')
 def test_07_a_batch_does_not_advance_by_its_minimum():
     """huggingface/transformers 32165, keras-hub's sampler: rows of acceptance 0 and gamma, sampled side by side."""
     target, run = two_kinds_of_rows()
@@ -271,6 +272,7 @@ def test_11_near_ties_are_told_from_faults():
     assert wrong['mismatches'][0]['gap'] == pytest.approx(0.1, abs=1e-6)
 
 
+@pytest.mark.usefixtures('optimised')
 def test_12_a_seed_gives_a_row_the_same_text_in_any_batch():
     """vllm-project/vllm 6038, 9441, 10863: alone among empty rows, in a batch, and in another order."""
     _, run = two_kinds_of_rows()

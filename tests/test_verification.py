@@ -20,6 +20,8 @@ from spec_jax.verification import (
     verify_chain,
 )
 
+pytestmark = pytest.mark.usefixtures('optimised')
+
 V = 5
 ROWS = 200_000
 FEW, GAMMA = 20_000, 3  # one shape for what needs no statistics
