@@ -58,7 +58,7 @@ def get_config() -> ConfigDict:
                 gammas='2,4,7',
                 batch_sizes='1,2,4,8',
                 every_combination=False,  # of the four lists, in place of one axis at a time
-                lines=24,  # where data.limit is 0
+                lines=16,  # where data.limit is 0
                 task='EnDe',  # of the paper, or CNN/DM: whose figures stand beside ours
                 metric='bleu',  # or 'rouge'
             ),

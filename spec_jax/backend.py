@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 # XLA's CPU backend hands a product, or a whole feed-forward block, to YNNPACK, which with AVX2 takes 1.4 to
 # 2.8 times as long for 2 to 8 rows as the kernels it replaced (equally long for one). No kind of fusion: those.
@@ -87,6 +88,15 @@ def rows_toll() -> float:
     weights is all that counts.
     """
     return 0.35 if platform() == 'cpu' else 0.0
+
+
+def apart(projected: jax.Array) -> jax.Array:
+    """Keeps a projection out of the product that takes it, where XLA would make one operation of the two.
+
+    On TPU the query's projection, fused into the scores, reads its weight at half the speed: the target call of
+    T5-XXL over 8 rows is estimated at 10.86 ms so, and at 10.25 ms with the two apart (v4).
+    """
+    return projected if platform() == 'cpu' else lax.optimization_barrier(projected)
 
 
 def most_fused() -> float:
