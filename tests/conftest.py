@@ -14,13 +14,22 @@ if importlib.metadata.version('jax').startswith('0.10.'):  # XLA ends the progra
     os.environ.setdefault('XLA_FLAGS', '--xla_cpu_use_fusion_emitters=false')
 
 
+_FLAG = 'jax_disable_most_optimizations'
+
+
+@pytest.fixture(autouse=True)
+def compiled_quickly():
+    """Whatever ran before in this process."""
+    import jax
+
+    jax.config.update(_FLAG, os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] == '1')
+
+
 @pytest.fixture
-def optimised():
+def optimised(compiled_quickly):
     """For a test that computes for longer than it compiles."""
     import jax
 
-    name = 'jax_disable_most_optimizations'
-    before = jax.config.read(name)
-    jax.config.update(name, False)
+    jax.config.update(_FLAG, False)
     yield
-    jax.config.update(name, before)
+    jax.config.update(_FLAG, os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] == '1')

@@ -15,6 +15,7 @@ from spec_jax.testing import chi_square, complete, enumerate_round, joint
 from spec_jax.types import Draft
 from spec_jax.verification import (
     acceptance_probability,
+    draw_next,
     lenient_bound,
     residual_distribution,
     verify_chain,
@@ -309,3 +310,15 @@ def test_greedy_lenience_passes_what_is_nearly_as_likely_as_the_best():
     np.testing.assert_array_equal(lenient_bound(p, logits, GREEDY, 1.0), p)
     limited = SamplingConfig(temperature=0.0, vocab_limit=2)
     np.testing.assert_array_equal(lenient_bound(p, logits, limited, 0.1)[0], [1, 1, 0])
+
+
+def test_a_round_without_a_guess_draws_what_the_rule_makes_of_a_draft_of_length_0():
+    """From the first distribution and the same random number, whatever stands in the draft and behind it."""
+    random = np.random.default_rng(3)
+    p = random.dirichlet(np.ones(V), (FEW, GAMMA + 1)).astype(np.float32)
+    tokens = random.integers(0, V, (FEW, GAMMA)).astype(np.int32)
+    nothing = verify(p, Draft(tokens, None, np.zeros(FEW, np.int32)), keys(FEW))
+    drawn = jax.jit(draw_next, static_argnums=2)(p[:, 0], keys(FEW), GAMMA)
+    assert not nothing.num_accepted.any() and not drawn.num_accepted.any()
+    np.testing.assert_array_equal(drawn.tokens, nothing.tokens)
+    assert len(np.unique(drawn.tokens)) == V

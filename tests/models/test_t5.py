@@ -27,14 +27,6 @@ def decode(model, tokens, positions, cache):
     return model.logits(hidden), cache
 
 
-@pytest.fixture
-def quick_compile():
-    """For tests whose time is compilation, and whose point is not what the compiler makes of it."""
-    jax.config.update('jax_disable_most_optimizations', True)
-    yield
-    jax.config.update('jax_disable_most_optimizations', False)
-
-
 @pytest.fixture(scope='module')
 def models():
     return {family: load_t5(GOLDEN / family) for family in FAMILIES}
@@ -141,7 +133,7 @@ def test_relative_buckets_equal_live_transformers(num_buckets, max_distance):
 
 # 3 rows, and 18: `cache.write` has a form for few rows and one for many.
 @pytest.mark.parametrize('family, copies', [('v1_0', 1), ('v1_1', 6)])
-def test_blocks_at_uneven_offsets_equal_teacher_forcing(models, family, copies, quick_compile):
+def test_blocks_at_uneven_offsets_equal_teacher_forcing(models, family, copies):
     model = models[family]
     inputs, decoder_input, _ = golden_example(family)
     inputs = jax.tree.map(lambda array: jnp.tile(array, (copies, 1)), inputs)
@@ -171,7 +163,7 @@ def test_blocks_at_uneven_offsets_equal_teacher_forcing(models, family, copies, 
     assert length.min() >= 19  # positions whose bucket is no longer their distance
 
 
-def test_one_token_at_a_time_equals_teacher_forcing(models, quick_compile):
+def test_one_token_at_a_time_equals_teacher_forcing(models):
     model = models['v1_1']
     inputs, tokens, _ = golden_example('v1_1')
     expected = forward(model, inputs, tokens)
@@ -181,7 +173,7 @@ def test_one_token_at_a_time_equals_teacher_forcing(models, quick_compile):
         np.testing.assert_allclose(logits[:, 0], expected[:, i], atol=1e-5, rtol=1e-5)
 
 
-def test_a_window_of_two_that_rewrites_one_slot_equals_teacher_forcing(models, quick_compile):
+def test_a_window_of_two_that_rewrites_one_slot_equals_teacher_forcing(models):
     model = models['v1_1']
     inputs, tokens, _ = golden_example('v1_1')
     expected = forward(model, inputs, tokens)
@@ -194,7 +186,7 @@ def test_a_window_of_two_that_rewrites_one_slot_equals_teacher_forcing(models, q
         np.testing.assert_allclose(logits, expected[:, i - 1 : i + 1], atol=1e-5, rtol=1e-5)
 
 
-def test_a_filler_at_position_minus_one_is_never_seen(models, quick_compile):
+def test_a_filler_at_position_minus_one_is_never_seen(models):
     model = models['v1_1']
     inputs, tokens, _ = golden_example('v1_1')
     expected = forward(model, inputs, tokens)
@@ -212,7 +204,7 @@ def test_a_filler_at_position_minus_one_is_never_seen(models, quick_compile):
         np.testing.assert_allclose(logits, later, atol=1e-5, rtol=1e-5)
 
 
-def test_cross_attention_is_projected_once(models, quick_compile):
+def test_cross_attention_is_projected_once(models):
     model = models['v1_0']
     inputs, tokens, _ = golden_example('v1_0')
     cache = encode(model, inputs, 24)
@@ -237,7 +229,7 @@ def _belongs_to_source(path):
 # Rows and padding.
 
 
-def test_a_row_alone_equals_the_row_in_a_batch(models, quick_compile):
+def test_a_row_alone_equals_the_row_in_a_batch(models):
     model = models['v1_0']
     inputs, tokens, _ = golden_example('v1_0')
     together = forward(model, inputs, tokens)
@@ -247,14 +239,14 @@ def test_a_row_alone_equals_the_row_in_a_batch(models, quick_compile):
         np.testing.assert_allclose(logits[0], together[row], atol=1e-5, rtol=1e-5)
 
 
-def test_what_stands_under_the_mask_does_not_matter(models, quick_compile):
+def test_what_stands_under_the_mask_does_not_matter(models):
     model = models['v1_1']
     inputs, tokens, _ = golden_example('v1_1')
     other = inputs.replace(tokens=jnp.where(inputs.mask, inputs.tokens, 29))
     np.testing.assert_array_equal(forward(model, other, tokens), forward(model, inputs, tokens))
 
 
-def test_an_empty_source_gives_finite_logits(models, quick_compile):
+def test_an_empty_source_gives_finite_logits(models):
     inputs, tokens, _ = golden_example('v1_1')
     empty = inputs.replace(mask=jnp.zeros_like(inputs.mask))
     assert np.isfinite(forward(models['v1_1'], empty, tokens)).all()
@@ -263,7 +255,7 @@ def test_an_empty_source_gives_finite_logits(models, quick_compile):
 # Dropout and bfloat16.
 
 
-def test_forward_drops_features_only_with_a_key(models, quick_compile):
+def test_forward_drops_features_only_with_a_key(models):
     model = models['v1_1']
     inputs, tokens, _ = golden_example('v1_1')
     plain = forward(model, inputs, tokens)
@@ -274,7 +266,7 @@ def test_forward_drops_features_only_with_a_key(models, quick_compile):
         assert np.abs(a - b).max() > 0.1
 
 
-def test_dropout_keeps_the_mean_and_shares_its_mask_along_a_row(quick_compile):
+def test_dropout_keeps_the_mean_and_shares_its_mask_along_a_row():
     drop = dropout(jax.random.key(0), 0.25)
     x = jnp.ones((64, 3, 256))
     dropped = drop(x)
@@ -284,7 +276,7 @@ def test_dropout_keeps_the_mean_and_shares_its_mask_along_a_row(quick_compile):
     assert (drop(x) != dropped).any()  # the next site has a mask of its own
 
 
-def test_every_weight_of_the_forward_pass_has_a_gradient(models, quick_compile):
+def test_every_weight_of_the_forward_pass_has_a_gradient(models):
     inputs, tokens, _ = golden_example('v1_1')
 
     @jax.jit
@@ -297,7 +289,7 @@ def test_every_weight_of_the_forward_pass_has_a_gradient(models, quick_compile):
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-def test_bfloat16_is_finite_and_close(models, family, quick_compile):
+def test_bfloat16_is_finite_and_close(models, family):
     inputs, tokens, expected = golden_example(family)
     model = load_t5(GOLDEN / family, jnp.bfloat16)
     ours = log_probs(forward(model, inputs, tokens))
@@ -306,7 +298,7 @@ def test_bfloat16_is_finite_and_close(models, family, quick_compile):
     assert error.mean() < 0.05 and error.max() < 0.5
 
 
-def test_a_bfloat16_cache_is_bfloat16(models, quick_compile):
+def test_a_bfloat16_cache_is_bfloat16(models):
     inputs, tokens, expected = golden_example('v1_1')
     model = load_t5(GOLDEN / 'v1_1', jnp.bfloat16)
     cache = encode(model, inputs, 24)
@@ -334,7 +326,7 @@ def test_parameters_of_the_published_sizes(d_model, num_heads, layers, d_ff, cou
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == count
 
 
-def test_a_new_model_predicts_roughly_evenly(quick_compile):
+def test_a_new_model_predicts_roughly_evenly():
     config = T5Config(
         vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_heads=3, num_encoder_layers=2, num_decoder_layers=2
     )

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from ml_collections import ConfigDict
-from tiny import LINES, ROOT, assert_refused, runner, save_models
+from tiny import LINES, PAIR, ROOT, assert_refused, runner, save_models
 
 from spec_jax import pipeline
 from spec_jax.journal import Journal
@@ -74,7 +74,7 @@ def without_timings(workdir):
 
 @pytest.fixture(scope='module')
 def alone(world):
-    run = runner('generate.py', world, *SHARED)
+    run = runner('generate.py', world, *PAIR, *SHARED)
     ((code, _, err),) = run([f'--workdir={world / "alone"}', '--config.batch_size=4'])
     assert code == 0, err
     figures = without_timings(world / 'alone')
@@ -163,4 +163,4 @@ BAD = {
 
 
 def test_bad_meshes_and_processes_get_one_line(world):
-    assert_refused(runner('generate.py', world), world, BAD)
+    assert_refused(runner('generate.py', world, *PAIR), world, BAD)
