@@ -75,19 +75,21 @@ def fewest_rows() -> int:
 def block_rows(rows: int) -> int:
     """Rows that a target call over `rows` positions should have at batch 1, the last ones fillers.
 
-    On CPU a product over four rows takes a fifth to a half longer than one over five: 162 and 134 us by
-    384 x 1152, 182 and 126 by 1024 x 384 (AVX2, two cores).
+    On CPU a product over two or four rows takes up to a third longer than one over a row more: by 1024 x 384, 146,
+    109, 156 and 118 us over two to five (AVX2, two cores).
     """
-    return 5 if rows == 4 and platform() == 'cpu' else rows
+    return {2: 3, 4: 5}.get(rows, rows) if platform() == 'cpu' else rows
 
 
-def rows_toll() -> float:
-    """What a target call over a few rows takes at batch 1 beyond one over a single row, in calls over one.
+def rows_toll(rows: int) -> float:
+    """What a target call over `rows` positions takes at batch 1 beyond one over a single row, in calls over one.
 
-    On CPU 0.3 to 0.4 for two to six rows (the demo pair, AVX2, two cores); next to nothing where reading the
-    weights is all that counts.
+    On CPU a quarter for up to three rows and a third for up to six (the demo pair, AVX2, two cores); next to
+    nothing where reading the weights is all that counts.
     """
-    return 0.35 if platform() == 'cpu' else 0.0
+    if rows == 1 or platform() != 'cpu':
+        return 0.0
+    return 0.25 if rows <= 3 else 0.35 if rows <= 6 else 0.7
 
 
 def apart(projected: jax.Array) -> jax.Array:

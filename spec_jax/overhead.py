@@ -197,9 +197,9 @@ def _make_oracles(make: Callable[[float], Oracle]) -> tuple[dict[str, float], di
     """The rate and the draft of each oracle, by its name."""
     rates = {f'oracle, {right:g} right': right for right in RIGHT}
     oracles = {name: make(right) for name, right in rates.items()}
-    if toll := rows_toll():
+    if rows_toll(2):
         thrifty = {f'thrifty oracle, {right:g} right': right for right in RIGHT_THRIFTY}
-        oracles |= {name: Thrifty(make(right), toll) for name, right in thrifty.items()}
+        oracles |= {name: Thrifty(make(right)) for name, right in thrifty.items()}
         rates |= thrifty
     return rates, oracles
 

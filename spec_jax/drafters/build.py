@@ -90,7 +90,7 @@ def _prompt_lookup(config, target, tokenizer, dtype) -> Drafter:
 
 
 def _thrifty(drafter: Drafter) -> Drafter:
-    return Thrifty(drafter, toll) if (toll := rows_toll()) else drafter
+    return Thrifty(drafter) if rows_toll(2) else drafter
 
 
 _BUILDERS: dict[str, Callable[..., Drafter | None]] = {

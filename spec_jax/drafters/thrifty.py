@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from spec_jax.backend import rows_toll
 from spec_jax.drafters.base import Drafter
 from spec_jax.sampling import SamplingConfig
 from spec_jax.types import Context, Draft, Inputs, Verification
@@ -59,11 +60,12 @@ class Thrifty:
 
     Attributes:
       drafter: the draft.
-      toll: tokens that a guess must bring to pay for its rows: cost of gamma + 1 rows - 1.
+      toll: tokens that a guess must bring to pay for its rows: cost of gamma + 1 rows - 1; None takes what rows
+        cost this backend.
     """
 
     drafter: Drafter
-    toll: float = flax.struct.field(pytree_node=False)
+    toll: float | None = flax.struct.field(default=None, pytree_node=False)
 
     def init(self, inputs: Inputs, num_slots: int) -> ThriftyState:
         batch = inputs.tokens.shape[0]
@@ -85,7 +87,8 @@ class Thrifty:
         if draft.confidence is not None:
             account = (draft.confidence[:, None] >= _STEPS).sum(-1)
         gain = jnp.take_along_axis(state.gain, account[:, None], axis=1)[:, 0]
-        length = jnp.where((gain >= self.toll) | (state.silent >= _PATIENCE), draft.length, 0)
+        toll = rows_toll(gamma + 1) if self.toll is None else self.toll
+        length = jnp.where((gain >= toll) | (state.silent >= _PATIENCE), draft.length, 0)
         return draft.replace(length=length), state.replace(inner=inner, guessed=length, account=account)
 
     def update(

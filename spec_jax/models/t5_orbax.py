@@ -51,8 +51,9 @@ class OrbaxT5:
         low = all(self._arrays.dtype(name) == 'bfloat16' for name in shapes)
         self.dtype = np.dtype('bfloat16' if low else 'float32')
 
-    def read(self, name: str) -> np.ndarray:
-        return self._arrays.read(name)
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """As `StoredT5.read`'s, or the part of it that the index names."""
+        return self._arrays.read(name, index)
 
 
 def restore_t5(
@@ -71,25 +72,17 @@ def restore_t5(
       FileNotFoundError, ValueError: as `OrbaxT5`'s, or dtype is refused.
     """
     dtype = checked_dtype(dtype)
-    folder = pathlib.Path(folder).expanduser().absolute()
-    stored = OrbaxT5(folder)
-    config = stored.config
-    paths = leaf_paths(config)
-    like = {
-        dotted(path): jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(path, shape))
-        for path, shape in paths.items()
-    }
-    # What may be under way at once: without a limit, it is a good part of the weights once more.
-    largest = max(map(math.prod, paths.values())) * max(stored.dtype.itemsize, dtype.itemsize)
-    handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=1.1 * largest / 1e9)
-    try:
-        with ocp.Checkpointer(handler) as checkpointer:
-            arrays = checkpointer.restore(folder / PARAMS, args=ocp.args.StandardRestore(like))
-    except Exception as error:  # Orbax and TensorStore raise many kinds
-        raise ValueError(
-            f'{folder / PARAMS}: expected a whole checkpoint, got {shortly(error)}; copy it again'
-        ) from error
-    return T5(nnx.from_flat_state({path: nnx.Param(arrays[dotted(path)]) for path in paths}), config, dtype)
+    stored = OrbaxT5(pathlib.Path(folder).expanduser().absolute())
+
+    def restored(path, shape):
+        # Array by array, where Orbax has several under way: these add up to a good part of the weights once more.
+        def part(index):
+            return stored.read(dotted(path), index).astype(dtype, copy=False)
+
+        return nnx.Param(jax.make_array_from_callback(shape, sharding(path, shape), part))
+
+    leaves = {path: restored(path, shape) for path, shape in leaf_paths(stored.config).items()}
+    return T5(nnx.from_flat_state(leaves), stored.config, dtype)
 
 
 def save_t5_orbax(model: T5, folder: str | os.PathLike, dtype=None) -> None:

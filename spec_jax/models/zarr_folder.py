@@ -10,6 +10,8 @@ import tensorstore as ts
 
 from spec_jax.models.hf_folder import listed
 
+# Chunks of an array under way at once: all of them would be the array twice over, packed and unpacked.
+_CONTEXT = ts.Context({'file_io_concurrency': {'limit': 4}})
 _FLOATS = ('float64', 'float32', 'float16', 'bfloat16')
 
 
@@ -42,10 +44,10 @@ class Arrays:
     def dtype(self, name: str) -> np.dtype:
         return self._open(name).dtype.numpy_dtype
 
-    def read(self, name: str) -> np.ndarray:
-        """An array as it is stored; ValueError where it is damaged, or a part of it missing."""
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """An array as it is stored, or a part of it; ValueError where it is damaged, or some of it missing."""
         try:
-            return self._open(name).read().result()
+            return self._open(name)[index].read().result()
         except Exception as error:  # TensorStore raises many kinds
             raise ValueError(self._damaged(name, error)) from error
 
@@ -55,7 +57,7 @@ class Arrays:
         # A chunk that is missing would otherwise be read as zeros.
         spec = {'driver': 'zarr', 'kvstore': self._kvstore(name), 'fill_missing_data_reads': False}
         try:
-            array = ts.open(spec, open=True, read=True).result()
+            array = ts.open(spec, open=True, read=True, context=_CONTEXT).result()
         except Exception as error:
             raise ValueError(self._damaged(name, error)) from error
         if array.dtype.name not in _FLOATS:

@@ -24,16 +24,16 @@ def text(first=0):
     return np.asarray(plain_generate(TARGET, prompts([first]), jax.random.key(0), **HOW).tokens)[0]
 
 
-def spoken(accepted, toll=0.35, rounds=30):
+def spoken(accepted, toll=0.35, rounds=30, gamma=3):
     """In which rounds a draft speaks of whose guesses `accepted` tokens pass each time."""
     draft = Thrifty(ScriptedDrafter(jnp.zeros((1, LIMIT), jnp.int32)), toll)
     state, found = draft.init(prompts([0]), LIMIT), []
     context = Context(jnp.zeros((1, LIMIT), jnp.int32), jnp.ones((1,), jnp.int32))
     for number in range(rounds):
-        proposed, state = draft.propose(state, context, None, 3, GREEDY, V)
+        proposed, state = draft.propose(state, context, None, gamma, GREEDY, V)
         found += [number] if int(proposed.length[0]) else []
         passed = jnp.minimum(proposed.length, accepted)
-        state = draft.update(state, context, Verification(passed, jnp.zeros((1, 4), jnp.int32)), None)
+        state = draft.update(state, context, Verification(passed, jnp.zeros((1, gamma + 1), jnp.int32)), None)
     return found
 
 
@@ -46,6 +46,11 @@ def test_a_draft_that_is_never_right_is_asked_every_ninth_round():
 def test_a_draft_that_gains_more_than_its_toll_always_speaks(accepted, toll):
     found = spoken(accepted, toll)
     assert found == list(range(30)) if accepted < 3 else found[0] == 8  # 3 is above 2.9, but it begins at 1
+
+
+def test_a_longer_draft_has_more_rows_to_pay_for(monkeypatch):
+    monkeypatch.setattr(thrifty, 'rows_toll', lambda rows: {3: 0.9, 4: 1.1}[rows])
+    assert spoken(1, None, gamma=2) == list(range(30)) and spoken(1, None, gamma=3) == [8, 17, 26]
 
 
 def test_a_row_alone_is_decoded_as_by_the_plain_program_where_nothing_was_guessed(monkeypatch):
@@ -108,7 +113,7 @@ class Measured(ModelWrapper):
     ids=['rows cost time', 'a draft that always guesses', 'a batch', 'rows cost nothing'],
 )
 def test_a_call_over_one_row_is_made_where_it_saves_something(toll, batch, always, expected, monkeypatch):
-    monkeypatch.setattr(decoding, 'rows_toll', lambda: toll)
+    monkeypatch.setattr(decoding, 'rows_toll', lambda rows: toll)
     target, keys = Measured(TARGET, set()), row_keys(jax.random.key(0), range(batch))
     draft = ScriptedDrafter(jnp.zeros((1, LIMIT), jnp.int32))
     if always:
