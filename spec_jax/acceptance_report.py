@@ -196,8 +196,9 @@ def _short(alpha: float) -> str:
 
 
 def _short_name(draft: str) -> str:
-    """The end of a path is what tells drafts apart."""
-    return draft if len(draft) <= 24 else '...' + draft[-21:]
+    """The end of a path is what tells drafts apart; what stands on a line of its own is left as it is."""
+    name, *rest = draft.split('\n')
+    return '\n'.join([name if len(name) <= 24 else '...' + name[-21:], *rest])
 
 
 def _cell(text: str) -> str:

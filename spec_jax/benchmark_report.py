@@ -262,7 +262,8 @@ def markdown(rows: Sequence[Row], base: Cell, task: str, weights: str, facts: di
 
 
 _LEGEND = (
-    'α is the mean of sum min(p, q) over tested positions, accepted the share of them that passed, c the draft '
+    'α is the mean of sum min(p, q) over tested positions (of a draft that falls silent, over what it did guess, '
+    "which is not the paper's α), accepted the share of them that passed, c the draft "
     "step over a plain step, cost of rows the target's call over γ + 1 positions over a plain step. Predicted is "
     'Theorem 3.8, which takes cost of rows as 1; attainable is tokens/call / (γ c + cost of rows, or 1 in a round '
     'without a guess where that is a call over one row). Speed-up is of decoding proper, without prefill and '
@@ -290,9 +291,11 @@ def pictures(rows: Sequence[Row], base: Cell, title: str) -> dict[str, Figure]:
         found['batch_size.png'] = plot_batch_size(batches, f'{title}: {base.draft}, γ = {base.gamma}')
     shown = [row for row in around(rows, base, 'draft', 'temperature') if row['alpha'] is not None]
     if shown:
+        silent = {row['draft'] for row in shown if row['guessed'] < 1}
         alphas = [
-            {name: row[name] for name in ('draft', 'temperature', 'alpha')}
-            | dict(low=row['alpha_low'], high=row['alpha_high'], lenience={})
+            dict(draft=f'{row["draft"]}\nwhere it guesses' if row['draft'] in silent else row['draft'])
+            | dict(temperature=row['temperature'], alpha=row['alpha'], lenience={})
+            | dict(low=row['alpha_low'], high=row['alpha_high'])
             for row in shown
         ]
         found['alpha.png'] = acceptance_report.plot(alphas, f'{title}, γ = {base.gamma}')

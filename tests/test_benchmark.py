@@ -243,6 +243,7 @@ def row(cell=BASE, speedup=1.5, **changes):
         cost_of_rows=1.25,
         predicted_speedup=1.75,
         attainable_speedup=1.6,
+        guessed=1.0,
         speedup=speedup,
         speedup_low=speedup - 0.25,
         speedup_high=speedup + 0.25,
@@ -336,3 +337,12 @@ def test_pictures_and_tables_of_a_sweep_of_one_cell_and_of_many():
     assert text.count('\n\nthese weights, that device\n\n') == 1 and '* data: d' in text
     for name in found:
         assert f'({name})' in text
+
+
+def test_alpha_of_a_draft_that_falls_silent_is_said_to_be_and_stands_without_the_papers():
+    rows = [row(Cell('bigram', 0.0, BASE.gamma, 1), guessed=guessed) for guessed in (1.0, 0.75)]
+    for one, label, marks in zip(rows, ('bigram', 'bigram\nwhere it guesses'), (2, 0), strict=True):
+        axes = benchmark_report.pictures([row(), one], BASE, 'title')['alpha.png'].axes[0]
+        assert [tick.get_text() for tick in axes.get_yticklabels()] == ['model', label]
+        places = [line.get_ydata() for line in axes.lines if line.get_markerfacecolor() == 'white']
+        assert sum(len(y) == 1 and y[0] > 0.5 for y in places) == marks
