@@ -2,7 +2,7 @@
 
 python=${PYTHON:-python3}
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-  echo "error: expected Python 3.11 or newer, got $("$python" --version 2>&1); set PYTHON=python3.12, say" >&2
+  echo "error: expected Python 3.11 or newer, got $("$python" --version 2>&1); set PYTHON=python3.13, say" >&2
   exit 1
 fi
 [ -x .venv/bin/python ] || "$python" -m venv .venv

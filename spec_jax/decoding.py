@@ -244,10 +244,25 @@ def _judge_or_draw(
     for due, how in (((draft.length > 0).any(), judge), (True, draw)):
         carry = lax.while_loop(
             lambda carry, due=due: due & ~carry[1],
-            lambda carry, how=how: (how(carry[0][1], *arguments), True),
+            lambda carry, how=how: (how(carry[0][1], *_held_back(arguments, carry[1])), True),
             carry,
         )
     return carry[0]
+
+
+def _held_back(arguments, done: Array):
+    """The arguments as they are, since a loop that carries `done` is left once it is True.
+
+    XLA does not know that. What depends on the arguments alone, the first layer's projections among it, it would
+    otherwise do before the loop, and so in rounds that do not enter it.
+    """
+
+    def one(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(one(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        return jnp.where(done, jnp.zeros_like(x), x)
+
+    return jax.tree.map(one, arguments)
 
 
 @jit(static_argnames=('max_new_tokens', 'sampling'))

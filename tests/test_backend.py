@@ -1,6 +1,7 @@
 """backend.jit is jax.jit but for the options; and the compiled decoders copy no cache and no weight."""
 
 import math
+import os
 import re
 
 import jax
@@ -18,7 +19,9 @@ from spec_jax.sampling import SamplingConfig, row_keys
 from spec_jax.types import Inputs
 
 # Options that undo what conftest.py does to compile quickly.
-AS_USERS = dict(xla_backend_optimization_level=3, xla_cpu_use_fusion_emitters=True)
+AS_USERS = dict(xla_backend_optimization_level=3)
+if 'fusion_emitters' in os.environ.get('XLA_FLAGS', ''):
+    AS_USERS |= dict(xla_cpu_use_fusion_emitters=True)
 on_cpu = pytest.mark.skipif(jax.default_backend() != 'cpu', reason="these are the CPU backend's ways")
 
 

@@ -47,7 +47,7 @@ def run_together(world, workdir, *extra, number=2, devices=1, timeout=900):
         f'--coordinator=127.0.0.1:{free_port()}',
         f'--num_processes={number}',
     ]
-    flags = f'{os.environ["XLA_FLAGS"]} --xla_force_host_platform_device_count={devices}'
+    flags = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count={devices}'
     processes = [
         subprocess.Popen(
             [*command, f'--process_id={index}'],
