@@ -84,10 +84,29 @@ def test_no_cache_and_no_weight_is_copied_in_the_loop(example, gamma):
     assert loop_copies(speculative.compile(AS_USERS).as_text()) == []
 
 
+def products(text: str) -> dict[str, int]:
+    """How many products each computation of the compiled program has, those that it calls left out."""
+    found, where = {}, ''
+    for line in text.splitlines():
+        if match := re.match(r'(?:ENTRY )?%?([\w.\-]+) .*\{$', line):
+            where = match[1]
+            found[where] = 0
+        elif ' dot(' in line:
+            found[where] += 1
+    return found
+
+
 @on_cpu
 def test_nor_where_a_round_without_a_guess_is_a_call_over_one_row(example):
+    """And such a round has nothing of the other kind's: XLA hoists out of a loop what is the same in each pass."""
     target, _, inputs, keys = example
     how = dict(gamma=4, max_new_tokens=120, sampling=SamplingConfig(temperature=0.0), lenience=1.0)
     drafter = Thrifty(PromptLookup(), 0.35)
-    compiled = _generate.lower(target, drafter, inputs, keys, **how).compile(AS_USERS)
-    assert loop_copies(compiled.as_text()) == []
+    compiled = _generate.lower(target, drafter, inputs, keys, **how).compile(AS_USERS).as_text()
+    assert loop_copies(compiled) == []
+    entry = re.search(r'^ENTRY .*?^\}', compiled, re.M | re.S)[0]
+    (outer,) = re.findall(r' while\(.*body=%?([\w.\-]+)', entry)
+    inner = re.findall(r' while\(.*body=%?([\w.\-]+)', compiled)
+    layer = 10  # self: qkv, scores, context, out; cross: query, scores, context, out; and the feed-forward block's two
+    assert products(compiled)[outer] == 0
+    assert sum(products(compiled)[body] > 2 * layer for body in inner) == 2
