@@ -133,7 +133,7 @@ def _step(target, drafter, state, sums, own, length, sampling, leniences) -> tup
     logits = target.logits(hidden)
     p = logits_to_probs(logits, sampling)  # [B, 2, V]
 
-    failed = jnp.where(state.done, 0, failures(p, draft))
+    failed = jnp.where(state.done, 0, failures(jnp.isnan(p[..., 0]).any(-1), draft, p.shape[-1]))
     active = ~state.done & (failed == 0)
     proposed = active & (draft.length > 0)
     overlap = _overlaps(p[:, :1], logits[:, :1], draft, sampling, leniences)

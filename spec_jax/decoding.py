@@ -32,9 +32,16 @@ from spec_jax import processes
 from spec_jax.backend import fewest_rows, jit, rows_toll
 from spec_jax.drafters.base import Drafter
 from spec_jax.models.base import Model, block_size, last_tokens, read_block, read_window
-from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys, sample, split_rows
+from spec_jax.sampling import SamplingConfig, likeliest, logits_to_probs, next_token, row_keys, split_rows
 from spec_jax.types import Cache, Context, Draft, Failure, Inputs, Output, SpecState, Stats, Verification
-from spec_jax.verification import draw_next, lenient_bound, overlap, verify_chain
+from spec_jax.verification import (
+    draw_next,
+    greedy_overlap,
+    lenient_bound,
+    overlap,
+    verify_chain,
+    verify_greedy,
+)
 
 MAX_GAMMA = 16
 _SUM_TOLERANCE = 1e-3  # of a draft's probabilities: far above rounding, far below what a pass would hide
@@ -208,12 +215,19 @@ def _judge(
     """One target call over G + 1 rows, and the accept/resample rule."""
     with jax.named_scope('target'):
         hidden, cache = read_block(target, cache, context, draft.tokens)
-        logits = target.logits(hidden)
+        logits = target.logits(hidden)  # [B, G + 1, V]
     with jax.named_scope('verify'):
-        p = logits_to_probs(logits, sampling)  # [B, G + 1, V]
-        bound = p if lenience == 1 else lenient_bound(p, logits, sampling, lenience)
-        verified = verify_chain(p, draft, keys, bound)
-        return _Judged(verified, failures(p, draft), overlap(bound[:, :-1], draft), hidden), cache
+        if sampling.temperature == 0 and lenience == 1:
+            best = likeliest(logits, sampling)
+            verified, alike = verify_greedy(best, draft), greedy_overlap(best[:, :-1], draft)
+            broken = best < 0
+        else:
+            p = logits_to_probs(logits, sampling)
+            bound = p if lenience == 1 else lenient_bound(p, logits, sampling, lenience)
+            verified, alike = verify_chain(p, draft, keys, bound), overlap(bound[:, :-1], draft)
+            broken = jnp.isnan(p[..., 0])  # a distribution with a NaN is NaN throughout
+        failed = failures(broken.any(-1), draft, logits.shape[-1])
+        return _Judged(verified, failed, alike, hidden), cache
 
 
 def _draw(
@@ -222,11 +236,11 @@ def _draw(
     """`_judge` for a round in which nothing was guessed: a call over one row, with zeros behind it."""
     num_draft = draft.tokens.shape[1]
     hidden, cache = read_block(target, cache, context, draft.tokens[:, :0])
-    p = logits_to_probs(target.logits(hidden)[:, 0], sampling)  # [B, V]
-    failed = jnp.where(jnp.isnan(p[:, 0]), Failure.TARGET.value, 0)
+    verified = draw_next(target.logits(hidden)[:, 0], keys, num_draft, sampling)
+    failed = jnp.where(verified.tokens[:, 0] < 0, Failure.TARGET.value, 0)
     hidden = jnp.pad(hidden, ((0, 0), (0, num_draft), (0, 0)))
     nothing = jnp.zeros(draft.tokens.shape, jnp.float32)
-    return _Judged(draw_next(p, keys, num_draft), failed, nothing, hidden), cache
+    return _Judged(verified, failed, nothing, hidden), cache
 
 
 def _judge_or_draw(
@@ -293,10 +307,10 @@ def plain_step(
         logits, target_cache = read_window(
             target, state.target_cache, last_tokens(context, window), context.length - 1
         )
-    p = logits_to_probs(logits, sampling)  # [B, V]
-    token = sample(jax.vmap(lambda key: jax.random.fold_in(key, state.round))(state.keys), p)[:, None]
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, state.round))(state.keys)
+    token = next_token(keys, logits, sampling)[:, None]
 
-    failed = jnp.where(jnp.isnan(p[:, 0]) & ~state.done, Failure.TARGET.value, 0)
+    failed = jnp.where((token[:, 0] < 0) & ~state.done, Failure.TARGET.value, 0)
     room = max_new_tokens + 1 - context.length
     emitted, ended = _emit(token, jnp.ones_like(room), room, target.eos_id)
     emitted = jnp.where(state.done | (failed > 0), 0, emitted)
@@ -336,12 +350,12 @@ def _emit(tokens: Array, count: Array, room: Array, eos_id: int) -> tuple[Array,
     return emitted, (first_eos < emitted) | (emitted == room)
 
 
-def failures(p: Array, draft: Draft) -> Array:
-    """[B] int32, bits of `Failure`."""
+def failures(broken: Array, draft: Draft, vocab_size: int) -> Array:
+    """[B] int32, bits of `Failure`; broken [B] says where the target gave NaN."""
     meant = jnp.arange(draft.tokens.shape[1]) < draft.length[:, None]
-    outside = (draft.tokens < 0) | (draft.tokens >= p.shape[-1])
+    outside = (draft.tokens < 0) | (draft.tokens >= vocab_size)
     found = {
-        Failure.TARGET: jnp.isnan(p[..., 0]).any(-1),  # a distribution with a NaN is NaN throughout
+        Failure.TARGET: broken,
         Failure.DRAFT_TOKEN: (outside & meant).any(-1),
     }
     if draft.probs is not None:

@@ -1,7 +1,8 @@
 """The one way from logits to a distribution, and from a distribution to a token.
 
 The accept test, the residual, the bonus token, the draft's own sampling and the plain decoder all come
-through here, in float32. Temperature 0 makes the distribution one-hot, and nothing downstream knows.
+through here, in float32. Temperature 0 makes the distribution one-hot; where its one token is all that counts, that
+is taken from the logits, and neither a distribution nor a random number is made.
 
 Axes: B rows, V vocabulary.
 """
@@ -67,12 +68,10 @@ def logits_to_probs(logits: Array, config: SamplingConfig) -> Array:
     """
     logits = logits.astype(jnp.float32)
     vocab_size = logits.shape[-1]
-    if config.vocab_limit is not None and config.vocab_limit < vocab_size:
-        logits = jnp.where(jnp.arange(vocab_size) < config.vocab_limit, logits, -jnp.inf)
     if config.temperature == 0:
-        highest = logits.max(-1, keepdims=True)
-        one_hot = jnp.arange(vocab_size) == first(logits == highest)[..., None]
-        return jnp.where(jnp.isfinite(highest), one_hot.astype(jnp.float32), jnp.nan)
+        token = likeliest(logits, config)[..., None]
+        return jnp.where(token >= 0, (jnp.arange(vocab_size) == token).astype(jnp.float32), jnp.nan)
+    logits = _allowed(logits, config)
     scaled = (logits - logits.max(-1, keepdims=True)) / config.temperature  # this way round: no overflow
     probs = jax.nn.softmax(scaled, axis=-1)
     if config.top_k or config.top_p < 1:
@@ -82,6 +81,44 @@ def logits_to_probs(logits: Array, config: SamplingConfig) -> Array:
     if config.top_p < 1:
         probs = _keep(probs, lambda kept: kept.sum(-1, keepdims=True) >= config.top_p)
     return probs
+
+
+def likeliest(logits: Array, config: SamplingConfig) -> Array:
+    """The token that has all of `logits_to_probs` at temperature 0; of several with the highest logit the first.
+
+    Args:
+      logits: [..., V].
+
+    Returns:
+      [...] int32; -1 where the distribution would be NaN.
+    """
+    logits = _allowed(logits.astype(jnp.float32), config)
+    highest = logits.max(-1)
+    return jnp.where(jnp.isfinite(highest), first(logits == highest[..., None]), -1)
+
+
+def _allowed(logits: Array, config: SamplingConfig) -> Array:
+    """logits [..., V], -inf from the limit of the vocabulary on."""
+    vocab_size = logits.shape[-1]
+    if config.vocab_limit is None or config.vocab_limit >= vocab_size:
+        return logits
+    return jnp.where(jnp.arange(vocab_size) < config.vocab_limit, logits, -jnp.inf)
+
+
+def next_token(keys: Array, logits: Array, config: SamplingConfig) -> Array:
+    """Draws one token a row.
+
+    Args:
+      keys: [B] PRNG keys.
+      logits: [B, V].
+
+    Returns:
+      [B] int32; -1 where the distribution is NaN.
+    """
+    if config.temperature == 0:
+        return likeliest(logits, config)
+    probs = logits_to_probs(logits, config)
+    return jnp.where(jnp.isnan(probs[:, 0]), -1, sample(keys, probs))
 
 
 def _keep(probs: Array, enough) -> Array:

@@ -21,7 +21,7 @@ from spec_jax.backend import jit
 from spec_jax.decoding import plain_step, prefill, start_plain
 from spec_jax.drafters.base import Drafter
 from spec_jax.models.base import Model, read_block, read_rows
-from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys, split_rows
+from spec_jax.sampling import SamplingConfig, first, likeliest, logits_to_probs, row_keys, split_rows
 from spec_jax.types import Inputs
 
 _prefill = jit(prefill, static_argnames=('gamma', 'max_new_tokens'))
@@ -45,8 +45,8 @@ def _target_calls(target, state, *, gamma, sampling, steps):
     def body(i, carry):
         tokens, cache = carry
         hidden, cache = read_rows(target, cache, tokens, jnp.full_like(tokens[:, 0], i))
-        p = logits_to_probs(target.logits(hidden), sampling)
-        return jnp.argmax(p, -1).astype(jnp.int32), target.rollback(cache, jnp.full_like(tokens[:, 0], i + 1))
+        tokens = _tokens(target.logits(hidden), sampling)
+        return tokens, target.rollback(cache, jnp.full_like(tokens[:, 0], i + 1))
 
     tokens = jnp.zeros((state.done.shape[0], gamma + 1), jnp.int32)
     return lax.fori_loop(0, steps, body, (tokens, state.target_cache))[0]
@@ -61,14 +61,21 @@ def _drafts_and_calls(target, drafter, state, *, gamma, sampling, steps):
         keys = split_rows(state.keys, 1)[0]
         draft, draft_state = drafter.propose(draft_state, context, keys, gamma, sampling, target.vocab_size)
         hidden, cache = read_block(target, cache, context, draft.tokens)
-        p = logits_to_probs(target.logits(hidden), sampling)
+        found = _tokens(target.logits(hidden), sampling)
         row = jnp.arange(context.tokens.shape[0])
-        tokens = context.tokens.at[row, context.length].set(jnp.argmax(p, -1).astype(jnp.int32)[:, 0])
+        tokens = context.tokens.at[row, context.length].set(found[:, 0])
         cache = target.rollback(cache, context.length)
         return context.replace(tokens=tokens, length=context.length + 1), draft_state, cache
 
     carry = state.context, state.draft_state, state.target_cache
     return lax.fori_loop(0, steps, body, carry)[0].tokens
+
+
+def _tokens(logits, sampling):
+    """A token for each of the logits [B, G + 1, V], by way of what the rule needs of them."""
+    if sampling.temperature == 0:
+        return likeliest(logits, sampling)
+    return first(logits_to_probs(logits, sampling) > 0)
 
 
 class StepTimer:

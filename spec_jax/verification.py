@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from spec_jax.sampling import SamplingConfig, logits_to_probs, sample, split_rows
+from spec_jax.sampling import SamplingConfig, logits_to_probs, next_token, sample, split_rows
 from spec_jax.types import Draft, Verification
 
 
@@ -42,6 +42,13 @@ def residual_distribution(p: Array, q: Array) -> Array:
     excess = jnp.maximum(p - q, 0.0)
     total = excess.sum(-1, keepdims=True)
     return jnp.where(total > 0, excess / jnp.where(total > 0, total, 1.0), p)
+
+
+def greedy_overlap(best: Array, draft: Draft) -> Array:
+    """`overlap` [B, G] where p is one-hot: what q gives to the target's token, best [B, G]."""
+    if draft.probs is None:
+        return (draft.tokens == best).astype(jnp.float32)
+    return at_token(draft.probs, best)
 
 
 def overlap(bound: Array, draft: Draft) -> Array:
@@ -111,16 +118,32 @@ def verify_chain(p: Array, draft: Draft, keys: Array, bound: Array | None = None
     return Verification(num_accepted, jnp.where(index < num_accepted[:, None], drafted, following))
 
 
-def draw_next(p: Array, keys: Array, num_draft: int) -> Verification:
+def verify_greedy(best: Array, draft: Draft) -> Verification:
+    """What `verify_chain` makes of one-hot p: a token passes where it is the target's, whatever q is.
+
+    Args:
+      best: [B, G + 1] int32, the token that has all of p at each place.
+      draft: the proposal, G >= 1.
+    """
+    tested = jnp.arange(draft.tokens.shape[1]) < draft.length[:, None]
+    passed = (draft.tokens == best[:, :-1]) & tested
+    return Verification(jnp.cumprod(passed.astype(jnp.int32), axis=1).sum(1), best)
+
+
+def draw_next(logits: Array, keys: Array, num_draft: int, sampling: SamplingConfig) -> Verification:
     """What `verify_chain` makes of a draft of length 0, from the one distribution that then counts.
 
     Args:
-      p: [B, V] float32.
+      logits: [B, V], what p was made of.
       keys: [B] PRNG keys.
       num_draft: G.
+      sampling: how.
+
+    Returns:
+      The verdict; its token is -1 where p is NaN.
     """
     _, residual_keys = split_rows(keys, 2)
-    token = sample(residual_keys, p)
+    token = next_token(residual_keys, logits, sampling)
     return Verification(jnp.zeros_like(token), jnp.tile(token[:, None], (1, num_draft + 1)))
 
 

@@ -107,6 +107,6 @@ def test_nor_where_a_round_without_a_guess_is_a_call_over_one_row(example):
     entry = re.search(r'^ENTRY .*?^\}', compiled, re.M | re.S)[0]
     (outer,) = re.findall(r' while\(.*body=%?([\w.\-]+)', entry)
     inner = re.findall(r' while\(.*body=%?([\w.\-]+)', compiled)
-    layer = 10  # self: qkv, scores, context, out; cross: query, scores, context, out; and the feed-forward block's two
+    layer = 10  # four of self-attention (queries, keys and values are one), four of cross-attention, two of the MLP
     assert products(compiled)[outer] == 0
     assert sum(products(compiled)[body] > 2 * layer for body in inner) == 2

@@ -10,15 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.sampling import GREEDY, SamplingConfig, logits_to_probs, row_keys, sample, split_rows
+from spec_jax.sampling import GREEDY, SamplingConfig, likeliest, logits_to_probs, row_keys, sample, split_rows
 from spec_jax.testing import chi_square, complete, enumerate_round, joint
 from spec_jax.types import Draft
 from spec_jax.verification import (
     acceptance_probability,
     draw_next,
+    greedy_overlap,
     lenient_bound,
+    overlap,
     residual_distribution,
     verify_chain,
+    verify_greedy,
 )
 
 pytestmark = pytest.mark.usefixtures('optimised')
@@ -312,13 +315,37 @@ def test_greedy_lenience_passes_what_is_nearly_as_likely_as_the_best():
     np.testing.assert_array_equal(lenient_bound(p, logits, limited, 0.1)[0], [1, 1, 0])
 
 
-def test_a_round_without_a_guess_draws_what_the_rule_makes_of_a_draft_of_length_0():
+@pytest.mark.parametrize('config', CONFIGS, ids=str)
+def test_a_round_without_a_guess_draws_what_the_rule_makes_of_a_draft_of_length_0(config):
     """From the first distribution and the same random number, whatever stands in the draft and behind it."""
     random = np.random.default_rng(3)
-    p = random.dirichlet(np.ones(V), (FEW, GAMMA + 1)).astype(np.float32)
+    logits = random.normal(size=(FEW, GAMMA + 1, V)).astype(np.float32)
     tokens = random.integers(0, V, (FEW, GAMMA)).astype(np.int32)
-    nothing = verify(p, Draft(tokens, None, np.zeros(FEW, np.int32)), keys(FEW))
-    drawn = jax.jit(draw_next, static_argnums=2)(p[:, 0], keys(FEW), GAMMA)
+    nothing = verify(distributions(logits, config), Draft(tokens, None, np.zeros(FEW, np.int32)), keys(FEW))
+    drawn = jax.jit(draw_next, static_argnums=(2, 3))(logits[:, 0], keys(FEW), GAMMA, config)
     assert not nothing.num_accepted.any() and not drawn.num_accepted.any()
     np.testing.assert_array_equal(drawn.tokens, nothing.tokens)
-    assert len(np.unique(drawn.tokens)) == V
+    assert len(np.unique(drawn.tokens)) == min(V, config.vocab_limit or V)
+
+
+def test_a_round_without_a_guess_has_no_token_where_the_target_gave_nan():
+    logits = np.array([[0.0, 1.0], [0.0, np.nan], [np.inf, 0.0]], np.float32)
+    for config in (GREEDY, SamplingConfig()):
+        drawn = draw_next(logits, keys(3), 2, config)
+        assert (np.asarray(drawn.tokens)[1:] == -1).all() and (np.asarray(drawn.tokens)[0] >= 0).all()
+
+
+@pytest.mark.parametrize('sampled', [False, True], ids=['q one-hot', 'q as it comes'])
+def test_the_greedy_rule_is_the_rule_where_p_is_one_hot(sampled):
+    random = np.random.default_rng(4)
+    logits = random.integers(0, 3, (FEW, GAMMA + 1, V)).astype(np.float32)  # with ties
+    tokens = random.integers(0, V, (FEW, GAMMA)).astype(np.int32)
+    q = random.dirichlet(np.full(V, 0.3), (FEW, GAMMA)).astype(np.float32) if sampled else None
+    draft = Draft(tokens, q, random.integers(0, GAMMA + 1, FEW).astype(np.int32))
+    p, best = distributions(logits, GREEDY), likeliest(logits, GREEDY)
+    expected, found = verify(p, draft, keys(FEW)), verify_greedy(best, draft)
+    np.testing.assert_array_equal(found.num_accepted, expected.num_accepted)
+    emitted = np.arange(GAMMA + 1) <= np.asarray(found.num_accepted)[:, None]
+    np.testing.assert_array_equal(np.where(emitted, found.tokens, 0), np.where(emitted, expected.tokens, 0))
+    np.testing.assert_array_equal(greedy_overlap(best[:, :-1], draft), overlap(p[:, :-1], draft))
+    assert np.bincount(found.num_accepted).min() > 20

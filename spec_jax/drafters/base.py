@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 from jax import Array
 
-from spec_jax.sampling import SamplingConfig, first, logits_to_probs, sample
+from spec_jax.sampling import SamplingConfig, likeliest, logits_to_probs, sample
 from spec_jax.types import Context, Draft, Inputs, Verification
 
 
@@ -71,7 +71,7 @@ def draw(keys: Array, logits: Array, sampling: SamplingConfig) -> tuple[Array, A
       token is -1 where the logits have no highest.
     """
     with jax.named_scope('draw'):
+        if sampling.temperature == 0:
+            return likeliest(logits, sampling), None
         probs = logits_to_probs(logits, sampling)
-        if sampling.temperature > 0:
-            return sample(keys, probs), probs
-        return first(probs == 1, missing=-1), None
+        return sample(keys, probs), probs

@@ -60,8 +60,8 @@ FAULTS = {
     ),
     'batch minimum': (
         'spec_jax.decoding:speculative_step',
-        'failed = jnp.where(state.done, 0, failures(p, draft))',
-        'failed = jnp.where(state.done, 0, failures(p, draft))\n'
+        'verified, failed = found.verified, jnp.where(state.done, 0, found.failed)',
+        'verified, failed = found.verified, jnp.where(state.done, 0, found.failed)\n'
         '        least = jnp.where(state.done, gamma, verified.num_accepted).min()\n'
         '        verified = verified.replace(num_accepted=jnp.full_like(verified.num_accepted, least))',
     ),
