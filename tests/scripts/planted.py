@@ -53,6 +53,11 @@ FAULTS = {
         'split_rows(accept_keys, num_draft).T',
         'jnp.stack([accept_keys] * num_draft, axis=1)',
     ),
+    'greedy test a place late': (
+        'spec_jax.verification:verify_greedy',
+        'draft.tokens == best[:, :-1]',
+        'draft.tokens == best[:, 1:]',
+    ),
     'bonus from the last residual': (
         'spec_jax.verification:_next_distribution',
         'rejected = num_accepted < draft.length',

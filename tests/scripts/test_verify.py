@@ -1,6 +1,11 @@
 """scripts/verify.py on a tiny pair: it passes what is exact, and each planted fault fails the row meant for it."""
 
+import ast
+import importlib
+import inspect
 import json
+import operator
+import re
 
 import pytest
 from tiny import HERE, assert_refused, runner, save_models
@@ -20,6 +25,7 @@ CAUGHT = {
     'one number for all tests': (RULE, 'each random number decides one thing'),
     'bonus from the last residual': (RULE, 'what a round emits; q one-hot'),
     'stale slot in the target cache': (GREEDY, 'greedy tokens re-scored'),
+    'greedy test a place late': (GREEDY, 'greedy tokens re-scored'),
     'tokens behind EOS': (SAMPLED, 'ends at EOS'),
     'q of other logits': (SAMPLED, 'draft tokens against the q'),
     'q at another temperature': (SAMPLED, 'draft tokens against the q'),
@@ -116,6 +122,16 @@ def test_what_is_exact_passes(run, world):
     assert 'the loop was not run' in results[2][1] and len(report_of(world / 'none')['checks']) == 4
     own = {check['tested']: check for check in report_of(world / 'own')['checks']}
     assert own['draft tokens against the q that the draft reports']['passed'] is None
+
+
+def test_each_planted_fault_has_a_row_and_finds_its_line():
+    (faults,) = re.findall(r'^FAULTS = (\{.*?^\})', (HERE / 'planted.py').read_text(), re.M | re.S)
+    faults = ast.literal_eval(faults)
+    assert faults.keys() == CAUGHT.keys()
+    for name, (where, line, _) in faults.items():
+        module, _, function = where.partition(':')
+        found = operator.attrgetter(function)(importlib.import_module(module))
+        assert inspect.getsource(found).count(line) == 1, name
 
 
 @pytest.mark.parametrize(
