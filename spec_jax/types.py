@@ -54,14 +54,11 @@ class Draft:
       probs: [B, G, V] float32, the very array that each token was sampled from; None where the tokens
         were chosen deterministically (q is one-hot).
       length: [B] int32, how many of a row's tokens are meant; those at and after it are not tested.
-      confidence: [B] float32, how likely the draft thinks its first token is to pass; it follows from q, not from
-        the token that was drawn. None where it has no opinion.
     """
 
     tokens: Array
     probs: Array | None
     length: Array
-    confidence: Array | None = None
 
 
 @flax.struct.dataclass

@@ -156,18 +156,20 @@ class NgramDrafter:
 
         def step(window, key):
             if looked_up:
-                token, sure = self.best_after(window)
-                probs = None
+                token, probs = self.best_after(window)[0], None
             else:
-                q = self.probs_after(window)
-                token, probs = draw(key, fit_vocabulary(jnp.log(q), vocab_size), sampling)
-                sure = (q if probs is None else probs).max(-1)
-            return jnp.concatenate([window, token[:, None]], axis=1)[:, 1:], (token, probs, sure)
+                logits = fit_vocabulary(jnp.log(self.probs_after(window)), vocab_size)
+                token, probs = draw(key, logits, sampling)
+            return jnp.concatenate([window, token[:, None]], axis=1)[:, 1:], (token, probs)
 
         step_keys = None if looked_up else split_rows(keys, gamma)  # [G, B]
         _, drawn = lax.scan(step, window, step_keys, length=gamma)
-        tokens, probs, sure = jax.tree.map(lambda x: x.swapaxes(0, 1), drawn)
-        return Draft(tokens, probs, jnp.full_like(context.length, gamma), sure[:, 0]), state
+        tokens, probs = jax.tree.map(lambda x: x.swapaxes(0, 1), drawn)
+        return Draft(tokens, probs, jnp.full_like(context.length, gamma)), state
+
+    def confidence(self, state: tuple, context: Context) -> Array:
+        """The highest q [B] of the next token; see `thrifty.Thrifty`."""
+        return self.best_after(last_tokens(context, self.order - 1))[1]
 
     def update(self, state: tuple, context: Context, verified: Verification, hidden: Array) -> tuple:
         return state

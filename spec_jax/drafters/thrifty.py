@@ -4,20 +4,22 @@ For drafts that cost next to nothing themselves, on a backend where rows cost ti
 without a guess is a call over one row (`decoding.skips_rows`), and a poor guess is dearer than none. In a larger
 batch a row keeps the same rule, so that its output does not depend on its neighbours.
 
-Guesses of which the draft is sure fare better than others, so each step of its confidence has an account of
-its own.
+A draft may say beforehand how sure it is, by a method `confidence`. Guesses of which it is sure fare better than
+others, so each step of its confidence has an account of its own, and a guess that is not wanted is not made.
 
 Axes: B rows, G draft length, N accounts.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from spec_jax.backend import rows_toll
 from spec_jax.drafters.base import Drafter
@@ -55,11 +57,12 @@ class ThriftyState:
 class Thrifty:
     """Lets a draft speak while it gains, and now and then to see whether it does again.
 
-    Whether it speaks depends on what became of earlier drafts and on `Draft.confidence`, not on the tokens that it
+    Whether it speaks depends on what became of earlier drafts and on its confidence, not on the tokens that it
     draws, so the output's distribution is the target's as ever.
 
     Attributes:
-      drafter: the draft.
+      drafter: the draft. It may have a method `confidence` (state, context) -> [B] float32, how likely the first
+        token that it would propose is to pass, if its `propose` leaves the state as it is.
       toll: tokens that a guess must bring to pay for its rows: cost of gamma + 1 rows - 1; None takes what rows
         cost this backend.
     """
@@ -82,13 +85,22 @@ class Thrifty:
         sampling: SamplingConfig,
         vocab_size: int,
     ) -> tuple[Draft, ThriftyState]:
-        draft, inner = self.drafter.propose(state.inner, context, keys, gamma, sampling, vocab_size)
-        account = jnp.full_like(draft.length, len(_STEPS) + 1)
-        if draft.confidence is not None:
-            account = (draft.confidence[:, None] >= _STEPS).sum(-1)
+        propose = partial(self.drafter.propose, state.inner, context, keys, gamma, sampling, vocab_size)
+        confidence = getattr(self.drafter, 'confidence', None)
+        account = jnp.full_like(context.length, len(_STEPS) + 1)
+        if confidence is not None:
+            account = (confidence(state.inner, context)[:, None] >= _STEPS).sum(-1)
         gain = jnp.take_along_axis(state.gain, account[:, None], axis=1)[:, 0]
         toll = rows_toll(gamma + 1) if self.toll is None else self.toll
-        length = jnp.where((gain >= toll) | (state.silent >= _PATIENCE), draft.length, 0)
+        speaks = (gain >= toll) | (state.silent >= _PATIENCE)
+
+        if confidence is None:
+            draft, inner = propose()
+        else:
+            shapes, inner = jax.eval_shape(propose)[0], state.inner
+            nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
+            draft = lax.cond(speaks.any(), lambda: propose()[0], lambda: nothing)
+        length = jnp.where(speaks, draft.length, 0)
         return draft.replace(length=length), state.replace(inner=inner, guessed=length, account=account)
 
     def update(

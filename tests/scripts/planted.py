@@ -53,10 +53,10 @@ FAULTS = {
         'split_rows(accept_keys, num_draft).T',
         'jnp.stack([accept_keys] * num_draft, axis=1)',
     ),
-    'greedy test a place late': (
+    'greedy, any token passes': (
         'spec_jax.verification:verify_greedy',
         'draft.tokens == best[:, :-1]',
-        'draft.tokens == best[:, 1:]',
+        'draft.tokens >= 0',
     ),
     'bonus from the last residual': (
         'spec_jax.verification:_next_distribution',

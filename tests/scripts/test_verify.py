@@ -25,7 +25,7 @@ CAUGHT = {
     'one number for all tests': (RULE, 'each random number decides one thing'),
     'bonus from the last residual': (RULE, 'what a round emits; q one-hot'),
     'stale slot in the target cache': (GREEDY, 'greedy tokens re-scored'),
-    'greedy test a place late': (GREEDY, 'greedy tokens re-scored'),
+    'greedy, any token passes': (GREEDY, 'greedy tokens re-scored'),
     'tokens behind EOS': (SAMPLED, 'ends at EOS'),
     'q of other logits': (SAMPLED, 'draft tokens against the q'),
     'q at another temperature': (SAMPLED, 'draft tokens against the q'),
