@@ -329,7 +329,7 @@ def test_a_round_without_a_guess_draws_what_the_rule_makes_of_a_draft_of_length_
 
 
 def test_a_round_without_a_guess_has_no_token_where_the_target_gave_nan():
-    logits = np.array([[0.0, 1.0], [0.0, np.nan], [np.inf, 0.0]], np.float32)
+    logits = jnp.array([[0.0, 1.0], [0.0, jnp.nan], [jnp.inf, 0.0]])
     for config in (GREEDY, SamplingConfig()):
         drawn = draw_next(logits, keys(3), 2, config)
         assert (np.asarray(drawn.tokens)[1:] == -1).all() and (np.asarray(drawn.tokens)[0] >= 0).all()
