@@ -173,14 +173,13 @@ def _invert(weights: Array, wanted: Array) -> tuple[Array, Array]:
     return found, jnp.where(index < found[:, None], weights, 0.0).sum(-1)
 
 
-def first(mask: Array, missing: int | None = None) -> Array:
-    """Index [...] of the first True in mask [..., V]; where there is none `missing`, or V if that is None.
+def first(mask: Array) -> Array:
+    """Index [...] of the first True in mask [..., V]; V where there is none.
 
     A minimum, which vectorises; an argmax carries pairs and takes several times as long on CPU.
     """
     size = mask.shape[-1]
-    index = jnp.where(mask, jnp.arange(size), size).min(-1)
-    return index if missing is None else jnp.where(index < size, index, missing)
+    return jnp.where(mask, jnp.arange(size), size).min(-1)
 
 
 def row_keys(key: Array, rows) -> Array:

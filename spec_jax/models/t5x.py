@@ -42,6 +42,7 @@ _SCANNED = re.compile(r'target\.(encoder|decoder)\.(encoder|decoder|layers)\.')
 
 
 def is_t5x(folder: pathlib.Path) -> bool:
+    """Whether a folder holds T5X's arrays, a directory `target.*` for each."""
     return any(path.is_dir() for path in folder.glob(f'{_TARGET}*'))
 
 
