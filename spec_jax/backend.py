@@ -16,6 +16,9 @@ from jax import lax
 # 2.8 times as long for 2 to 8 rows as the kernels it replaced (equally long for one). No kind of fusion: those.
 _YNNPACK = 'xla_cpu_experimental_ynn_fusion_type'
 
+_CACHE_LINE = 64  # bytes
+_WIDE = 6000  # columns
+
 _elsewhere: str | None = None
 
 
@@ -72,24 +75,62 @@ def fewest_rows() -> int:
     return 1 if platform() == 'cpu' else 2
 
 
-def block_rows(rows: int) -> int:
-    """Rows that a target call over `rows` positions should have at batch 1, the last ones fillers.
+def filled_rows(rows: int, size: int) -> int:
+    """Rows that the last product of a feed-forward block should have at batch 1, those behind `rows` fillers.
 
-    On CPU a product over two or four rows takes up to a third longer than one over a row more: by 1024 x 384, 146,
-    109, 156 and 118 us over two to five (AVX2, two cores).
+    On CPU a product of middling size is dealt out to the cores over the sum or over the columns, by an estimate of
+    the cost that rises and falls with the rows; the former is faster. By 1024 x 384, 138 us over three and 149 over
+    five rows, 177 and 199 over two and four (AVX2, two cores); neither much smaller nor larger weights have this.
+
+    Args:
+      rows: of the product, at least 1.
+      size: numbers in the weight.
     """
-    return {2: 3, 4: 5}.get(rows, rows) if platform() == 'cpu' else rows
+    return {2: 3, 4: 5}.get(rows, rows) if platform() == 'cpu' and 2**18 < size < 2**19 else rows
+
+
+def better_row_by_row(rows: int) -> bool:
+    """Whether attention over `rows` queries at batch 1 is better done one at a time.
+
+    On CPU up to four: one row by a matrix has a kernel of its own, which all heads share, several rows are a call a
+    head. Over three rows 8 us in place of 17 with six heads of 64 x 64, 15 and 20 with 64 x 128 (AVX2, two cores).
+    """
+    return platform() == 'cpu' and 1 < rows <= 4
 
 
 def rows_toll(rows: int) -> float:
     """What a target call over `rows` positions takes at batch 1 beyond one over a single row, in calls over one.
 
-    On CPU a quarter for up to three rows and a third for up to six (the demo pair, AVX2, two cores); next to
+    On CPU a tenth for two rows, a quarter for four, a third for six (the demo pair, AVX2, two cores); next to
     nothing where reading the weights is all that counts.
     """
     if rows == 1 or platform() != 'cpu':
         return 0.0
-    return 0.25 if rows <= 3 else 0.35 if rows <= 6 else 0.7
+    return {2: 0.1, 3: 0.15, 4: 0.25}.get(rows, 0.35 if rows <= 6 else 0.7)
+
+
+def panels(columns: int, itemsize: int) -> tuple[int, int]:
+    """In how many panels of how many columns a wide weight of the decoder lies best; (1, columns) as it is.
+
+    On CPU a call over a few rows first copies the weight into blocks, a few columns wide. Where one row lies a
+    multiple of a power of two behind the other, these columns share a few sets of the cache; an odd number of cache
+    lines a row spreads them over all. By 384 x 2048, one row 181 us, three rows take 255 and with 16 columns more
+    193, five 272 and 229; by 1024 x 3072 it is 782, 1052 and 789, 1106 and 806 (AVX2, two cores). A vocabulary's
+    worth of columns is dealt out evenly to two cores as two panels: 8000 by 384, 697, 1000 and 770, 1100 and 850.
+
+    Args:
+      columns: of the weight.
+      itemsize: bytes of each of its numbers.
+
+    Returns:
+      P and C, P * C >= columns.
+    """
+    if platform() != 'cpu':
+        return 1, columns
+    line = _CACHE_LINE // itemsize
+    number = 2 if columns > _WIDE else 1
+    lines = -(-columns // (number * line))
+    return number, (lines + 1 - lines % 2) * line
 
 
 def apart(projected: jax.Array) -> jax.Array:

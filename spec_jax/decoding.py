@@ -31,7 +31,7 @@ from spec_jax import cache as kv
 from spec_jax import processes
 from spec_jax.backend import fewest_rows, jit, rows_toll
 from spec_jax.drafters.base import Drafter
-from spec_jax.models.base import Model, block_size, last_tokens, read_block, read_window
+from spec_jax.models.base import Model, last_tokens, read_block, read_window
 from spec_jax.sampling import SamplingConfig, likeliest, logits_to_probs, next_token, row_keys, split_rows
 from spec_jax.types import Cache, Context, Draft, Failure, Inputs, Output, SpecState, Stats, Verification
 from spec_jax.verification import (
@@ -117,7 +117,7 @@ def prefill(
 ) -> SpecState:
     """Encodes the prompts for both models and lays out the buffers."""
     batch = inputs.tokens.shape[0]
-    num_slots = max_new_tokens + block_size(batch, gamma)
+    num_slots = max_new_tokens + gamma + 1
     with jax.named_scope('prefill'):
         return SpecState(
             context=_start(target, batch, num_slots + 1),

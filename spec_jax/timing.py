@@ -20,7 +20,7 @@ from jax import lax
 from spec_jax.backend import jit
 from spec_jax.decoding import plain_step, prefill, start_plain
 from spec_jax.drafters.base import Drafter
-from spec_jax.models.base import Model, read_block, read_rows
+from spec_jax.models.base import Model, read_block
 from spec_jax.sampling import SamplingConfig, first, likeliest, logits_to_probs, row_keys, split_rows
 from spec_jax.types import Inputs
 
@@ -44,7 +44,8 @@ def _target_calls(target, state, *, gamma, sampling, steps):
 
     def body(i, carry):
         tokens, cache = carry
-        hidden, cache = read_rows(target, cache, tokens, jnp.full_like(tokens[:, 0], i))
+        positions = jnp.broadcast_to(i + jnp.arange(gamma + 1), tokens.shape)
+        hidden, cache = target.decode(tokens, positions, cache)
         tokens = _tokens(target.logits(hidden), sampling)
         return tokens, target.rollback(cache, jnp.full_like(tokens[:, 0], i + 1))
 

@@ -50,10 +50,40 @@ def test_products_are_left_to_the_kernels_that_are_fast_for_few_rows(monkeypatch
     backend._options.cache_clear()
 
 
+@on_cpu
+@pytest.mark.parametrize(
+    'columns, itemsize, expected',
+    [
+        (2048, 4, (1, 2064)),  # 128 cache lines a row, then 129
+        (1152, 4, (1, 1168)),
+        (2064, 4, (1, 2064)),
+        (7, 4, (1, 16)),
+        (2048, 2, (1, 2080)),
+        (8000, 4, (2, 4016)),
+        (32128, 4, (2, 16080)),
+        (32100, 2, (2, 16096)),
+    ],
+)
+def test_rows_of_a_panel_are_an_odd_number_of_cache_lines(columns, itemsize, expected):
+    assert backend.panels(columns, itemsize) == expected
+    with backend.tracing_for('tpu'):
+        assert backend.panels(columns, itemsize) == (1, columns)
+
+
+@on_cpu
+def test_rows_are_filled_up_for_weights_of_middling_size():
+    of_the_pair = [backend.filled_rows(rows, 1024 * 384) for rows in range(1, 9)]
+    assert of_the_pair == [1, 3, 3, 5, 5, 6, 7, 8]
+    assert [backend.filled_rows(rows, 1024 * 512) for rows in (2, 4)] == [2, 4]
+    assert [backend.filled_rows(rows, 1024 * 256) for rows in (2, 4)] == [2, 4]
+    with backend.tracing_for('tpu'):
+        assert backend.filled_rows(4, 1024 * 384) == 4 and not backend.better_row_by_row(3)
+
+
 @pytest.fixture(scope='module')
 def example():
     """A target, a draft and a prompt in which no weight, cache or activation is of another's size."""
-    sizes = dict(vocab_size=4999, d_model=96, d_kv=32, d_ff=160, num_heads=3)
+    sizes = dict(vocab_size=6007, d_model=96, d_kv=32, d_ff=160, num_heads=3)
     config = T5Config(**sizes, num_encoder_layers=1, num_decoder_layers=2, tied_head=True)
     target = T5.create(config, jax.random.key(0)).for_decoding()
     drafter = ModelDrafter(T5.create(config, jax.random.key(1)).for_decoding())

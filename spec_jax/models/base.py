@@ -13,7 +13,7 @@ from typing import Protocol
 import jax.numpy as jnp
 from jax import Array
 
-from spec_jax.backend import block_rows, fewest_rows
+from spec_jax.backend import fewest_rows
 from spec_jax.types import Cache, Context, Inputs
 
 
@@ -66,7 +66,7 @@ def read_block(model: Model, cache: Cache, context: Context, drafted: Array) -> 
     """Reads the newest token, which the cache lacks, and the draft behind it in one call.
 
     Args:
-      cache: with room for `block_size` more slots.
+      cache: with room for G + 1 more slots.
       drafted: [B, G] int32.
 
     Returns:
@@ -74,20 +74,7 @@ def read_block(model: Model, cache: Cache, context: Context, drafted: Array) -> 
     """
     newest = context.length[:, None] - 1
     block = jnp.concatenate([jnp.take_along_axis(context.tokens, newest, axis=1), drafted], axis=1)
-    return read_rows(model, cache, block, newest[:, 0])
-
-
-def read_rows(model: Model, cache: Cache, block: Array, start: Array) -> tuple[Array, Cache]:
-    """Reads a block [B, G + 1] at positions start [B] and on; see `read_block`."""
-    batch, rows = block.shape
-    block = jnp.pad(block, ((0, 0), (0, block_size(batch, rows - 1) - rows)), mode='edge')
-    hidden, cache = model.decode(block, start[:, None] + jnp.arange(block.shape[1]), cache)
-    return hidden[:, :rows], cache
-
-
-def block_size(batch: int, gamma: int) -> int:
-    """Tokens that a call over gamma + 1 positions reads, fillers behind them included (`backend.block_rows`)."""
-    return block_rows(gamma + 1) if batch == 1 else gamma + 1
+    return model.decode(block, newest + jnp.arange(block.shape[1]), cache)
 
 
 def read_window(model: Model, cache: Cache, tokens: Array, newest: Array) -> tuple[Array, Cache]:

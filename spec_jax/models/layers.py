@@ -5,6 +5,7 @@ Axes: B rows, T tokens, D model width, H heads, K head width.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from spec_jax.backend import apart
+from spec_jax.backend import apart, better_row_by_row, filled_rows, panels
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
@@ -54,6 +55,37 @@ def _einsum_backward(spec, dtype, residuals, cotangent):
 einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
+def to_panels(weight: Array) -> Array:
+    """A weight [D, ...] as panels [P, D, C] of its columns, zeros behind the last one (`backend.panels`)."""
+    flat = weight.reshape(len(weight), -1)
+    number, columns = panels(flat.shape[1], flat.dtype.itemsize)
+    flat = jnp.pad(flat, ((0, 0), (0, number * columns - flat.shape[1])))
+    return flat.reshape(len(flat), number, columns).swapaxes(0, 1)
+
+
+def project(spec: str, x: Array, weight: Array, shape: tuple[int, ...], dtype=None) -> Array:
+    """`einsum` with a weight [D, *shape] that may lie in panels.
+
+    Args:
+      spec: such as 'btd,dhk->bthk'.
+      x: [B, T, D].
+      weight: [D, *shape], or [P, D, C] as `to_panels` makes it.
+      shape: what a token is projected to.
+      dtype: as of `einsum`.
+
+    Returns:
+      [B, T, *shape].
+    """
+    if weight.shape[1:] == shape:
+        return einsum(spec, x, weight, dtype)
+    if len(weight) == 1:
+        product = einsum('btd,dc->btc', x, weight[0], dtype)
+    else:
+        product = einsum('pbtd,pdc->pbtc', jnp.broadcast_to(x, (len(weight), *x.shape)), weight, dtype)
+        product = jnp.moveaxis(product, 0, 2).reshape(*x.shape[:2], -1)
+    return product[:, :, : math.prod(shape)].reshape(*x.shape[:2], *shape)
+
+
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale over the last axis, in float32 (no mean, no bias)."""
 
@@ -74,6 +106,14 @@ def _by_head(x: Array, weight: Array) -> Array:
     the weight, in every call of the decoding loop.
     """
     return einsum('btd,dhk->bthk', x, weight)
+
+
+def _by_head_and_row(spec: str, x: Array, y: Array, dtype=None) -> Array:
+    """`einsum` of x [B, H, T, .] with y [B, H, ., .] -> [B, H, T, .]; row by row where that is faster."""
+    batch, _, rows, _ = x.shape
+    if batch > 1 or not better_row_by_row(rows):
+        return einsum(spec, x, y, dtype)
+    return jnp.concatenate([einsum(spec, x[:, :, row : row + 1], y, dtype) for row in range(rows)], axis=2)
 
 
 def _keys(projected: Array) -> Array:
@@ -114,7 +154,8 @@ class Attention(nnx.Module):
         """Projects x [B, T, D] to queries [B, H, T, K], keys [B, H, K, T] and values [B, H, T, K]."""
         if self.fused is None:
             return self.queries(x), *self.keys_values(x)
-        query, key, value = jnp.moveaxis(einsum('btd,dchk->btchk', x, self.fused[...]), 2, 0)
+        shape = 3, *self.out.shape[:2]
+        query, key, value = jnp.moveaxis(project('btd,dchk->btchk', x, self.fused[...], shape), 2, 0)
         return query.swapaxes(1, 2), _keys(key), value.swapaxes(1, 2)
 
     def attend(self, query: Array, key: Array, value: Array, bias: Array) -> Array:
@@ -129,9 +170,9 @@ class Attention(nnx.Module):
         Returns:
           [B, T, D].
         """
-        scores = einsum('bhtk,bhkl->bhtl', query, key, jnp.float32)
+        scores = _by_head_and_row('bhtk,bhkl->bhtl', query, key, jnp.float32)
         weights = jax.nn.softmax(scores + bias, axis=-1).astype(query.dtype)
-        context = einsum('bhtl,bhlk->bhtk', weights, value)
+        context = _by_head_and_row('bhtl,bhlk->bhtk', weights, value)
         return einsum('bhtk,hkd->btd', context, self.out[...])
 
 
@@ -155,7 +196,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         if self.fused is not None:
-            both = einsum('btd,dcf->btcf', x, self.fused[...], jnp.float32)
+            both = project('btd,dcf->btcf', x, self.fused[...], (2, len(self.down)), jnp.float32)
             hidden = self.activation(both[:, :, 0]) * both[:, :, 1]
         else:
             hidden = einsum('btd,df->btf', x, self.up[...], jnp.float32)
@@ -163,4 +204,7 @@ class MLP(nnx.Module):
                 hidden = self.activation(hidden)
             else:
                 hidden = self.activation(einsum('btd,df->btf', x, self.gate[...], jnp.float32)) * hidden
-        return einsum('btf,fd->btd', hidden.astype(x.dtype), self.down[...])
+        batch, rows, _ = x.shape
+        fillers = filled_rows(rows, self.down.size) - rows if batch == 1 else 0
+        hidden = jnp.pad(hidden.astype(x.dtype), ((0, 0), (0, fillers), (0, 0)))
+        return einsum('btf,fd->btd', hidden, self.down[...])[:, :rows]

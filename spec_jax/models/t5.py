@@ -21,8 +21,9 @@ from flax import nnx
 from jax import Array
 
 from spec_jax import cache as kv
-from spec_jax.backend import most_fused
-from spec_jax.models.layers import MLP, Attention, RMSNorm, einsum
+from spec_jax.backend import most_fused, platform
+from spec_jax.models.layers import MLP, Attention, RMSNorm, einsum, project, to_panels
+from spec_jax.sharding import mesh_in_use
 from spec_jax.types import Inputs, Params
 
 ACTIVATIONS = {'relu': jax.nn.relu, 'gelu': partial(jax.nn.gelu, approximate=True)}  # GELU's tanh form
@@ -209,7 +210,7 @@ class T5Module(nnx.Module):
             hidden = hidden * self.config.d_model**-0.5
         if self.head is None:
             return einsum('btd,vd->btv', hidden, self.embedding[...], jnp.float32)
-        return einsum('btd,dv->btv', hidden, self.head[...], jnp.float32)
+        return project('btd,dv->btv', hidden, self.head[...], (self.config.vocab_size,), jnp.float32)
 
     def forward(
         self, source: Array, source_mask: Array, decoder_input: Array, dtype, drop=lambda x: x
@@ -289,13 +290,15 @@ class T5:
 
         A head that is the embedding becomes a copy laid out [D, V]: by the embedding's own [V, D], the product over
         several rows takes up to twice as long on CPU. In the decoder, query, key and value of self-attention
-        become one product, and so do gate and up, where they are small enough (`backend.most_fused`).
+        become one product, and so do gate and up, where they are small enough (`backend.most_fused`). These and the
+        head lie in panels on a single CPU.
         """
         if self.config.fused is not None:
             return self
         leaves = dict(nnx.to_flat_state(self.params))
         if self.config.tied_head:
             leaves['head',] = nnx.Param(leaves['embedding',][...].T)
+        lay = to_panels if platform() == 'cpu' and mesh_in_use() is None else lambda weight: weight
         parts = {'self_attention': ('query', 'key', 'value')} | (
             {'mlp': ('gate', 'up')} if self.config.gated else {}
         )
@@ -306,7 +309,8 @@ class T5:
             fused.append(block)
             for layer in range(self.config.num_decoder_layers):
                 apart = [leaves.pop(('decoder', layer, block, name))[...] for name in names]
-                leaves['decoder', layer, block, 'fused'] = nnx.Param(jnp.stack(apart, axis=1))
+                leaves['decoder', layer, block, 'fused'] = nnx.Param(lay(jnp.stack(apart, axis=1)))
+        leaves['head',] = nnx.Param(lay(leaves['head',][...]))
         config = dataclasses.replace(self.config, tied_head=False, fused=tuple(fused))
         return self.replace(params=nnx.from_flat_state(leaves), config=config)
 
