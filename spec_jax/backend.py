@@ -78,8 +78,8 @@ def fewest_rows() -> int:
 def filled_rows(rows: int, size: int) -> int:
     """Rows that the last product of a feed-forward block should have at batch 1, those behind `rows` fillers.
 
-    On CPU a product of middling size is dealt out to the cores over the sum or over the columns, by an estimate of
-    the cost that rises and falls with the rows; the former is faster. By 1024 x 384, 138 us over three and 149 over
+    On CPU a product of middling size takes longer over two or four rows than over one more; why was not looked
+    into. By 1024 x 384, 138 us over three and 149 over
     five rows, 177 and 199 over two and four (AVX2, two cores); neither much smaller nor larger weights have this.
 
     Args:
@@ -116,7 +116,7 @@ def panels(columns: int, itemsize: int) -> tuple[int, int]:
     multiple of a power of two behind the other, these columns share a few sets of the cache; an odd number of cache
     lines a row spreads them over all. By 384 x 2048, one row 181 us, three rows take 255 and with 16 columns more
     193, five 272 and 229; by 1024 x 3072 it is 782, 1052 and 789, 1106 and 806 (AVX2, two cores). A vocabulary's
-    worth of columns is dealt out evenly to two cores as two panels: 8000 by 384, 697, 1000 and 770, 1100 and 850.
+    worth of columns is better as two panels: by 384 x 8000 three rows take 1012 us and then 798, five 1114 and 875.
 
     Args:
       columns: of the weight.
