@@ -88,7 +88,7 @@ def _decode(target, drafter, sources, settings, config, unfinished):
         program = pipeline.speculative_program(target, drafter, settings)
     else:
         program = pipeline.plain_program(target, settings)
-    run = dict(config=config.to_dict(), sources=pipeline.checksum(sources))
+    run = dict(config=config.to_dict(), sources=pipeline.checksum(sources), counts=pipeline.STATS)
     journal = Journal.open(unfinished, run)
     known = sum(len(record['ids']) for record in journal.records.values())
     if known:

@@ -63,9 +63,9 @@ def attainable_speedup(tokens_per_call, gamma, c, cost_of_rows):
 
 
 def add_stats(parts: list[Stats]) -> Stats:
-    """Sums counts over the rows of all parts, none included: scalars, tested_at [G], histogram [G + 1]; NumPy."""
+    """Sums counts over the rows of all parts, none included: scalars, tested_at [G], two of [G + 1]; NumPy."""
     sums = {name: sum(np.asarray(getattr(part, name)).sum() for part in parts) for name in _COUNTS}
-    for name, size in (('tested_at', 0), ('histogram', 1)):
+    for name, size in (('tested_at', 0), ('histogram', 1), ('calls', 1)):
         sums[name] = sum([np.asarray(getattr(part, name)).sum(0) for part in parts] or [np.zeros(size, int)])
     return Stats(**sums)
 

@@ -18,6 +18,7 @@ _YNNPACK = 'xla_cpu_experimental_ynn_fusion_type'
 
 _CACHE_LINE = 64  # bytes
 _WIDE = 6000  # columns
+_GOOD_DEAL = 0.07  # of a call over one row
 
 _elsewhere: str | None = None
 
@@ -107,6 +108,16 @@ def rows_toll(rows: int) -> float:
     if rows == 1 or platform() != 'cpu':
         return 0.0
     return {2: 0.1, 3: 0.15, 4: 0.25}.get(rows, 0.35 if rows <= 6 else 0.7)
+
+
+def call_lengths(gamma: int, toll: Callable[[int], float] = rows_toll) -> tuple[int, ...]:
+    """The lengths of drafts for which a loop at batch 1 has a target call of its own, ascending, gamma last.
+
+    Beside gamma those behind which one row more costs a good deal more, down to none at all; so on CPU 0, 2, 3 and
+    5 of gamma = 5, and where rows cost next to nothing gamma alone. A call takes as long to compile as the rest.
+    """
+    steps = (length for length in range(gamma) if toll(length + 2) - toll(length + 1) > _GOOD_DEAL)
+    return *steps, gamma
 
 
 def panels(columns: int, itemsize: int) -> tuple[int, int]:

@@ -265,8 +265,8 @@ _LEGEND = (
     'α is the mean of sum min(p, q) over tested positions (of a draft that falls silent, over what it did guess, '
     "which is not the paper's α), accepted the share of them that passed, c the draft "
     "step over a plain step, cost of rows the target's call over γ + 1 positions over a plain step. Predicted is "
-    'Theorem 3.8, which takes cost of rows as 1; attainable is tokens/call / (γ c + cost of rows, or 1 in a round '
-    'without a guess where that is a call over one row). Speed-up is of decoding proper, without prefill and '
+    'Theorem 3.8, which takes cost of rows as 1; attainable is tokens/call / (γ c + cost of the calls made), of '
+    'which some are over fewer rows where a draft is short. Speed-up is of decoding proper, without prefill and '
     'compilation, both decoders by turns, tokens counted alike. The interval is a bootstrap over batches of '
     f'prompts; none below {FEWEST_BATCHES} batches. Operations are those of Theorem 3.11, plain decoding = 1. '
     'Quality: {kinds}.'

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from spec_jax import backend, processes
 from spec_jax import cache as kv
-from spec_jax import processes
-from spec_jax.backend import fewest_rows, jit, rows_toll
+from spec_jax.backend import fewest_rows, jit
 from spec_jax.drafters.base import Drafter
 from spec_jax.models.base import Model, last_tokens, read_block, read_window
 from spec_jax.sampling import SamplingConfig, likeliest, logits_to_probs, next_token, row_keys, split_rows
@@ -157,8 +157,9 @@ def speculative_step(
         )
         check_draft(draft, state.done.shape[0], gamma, target.vocab_size)
     judge = partial(_judge, target, sampling=sampling, lenience=lenience)
-    if skips_rows(state.done.shape[0]) and not getattr(drafter, 'always_guesses', False):
-        judge = partial(_judge_or_draw, target, judge, sampling=sampling)
+    lengths = call_lengths(drafter, state.done.shape[0], gamma)
+    if len(lengths) > 1:
+        judge = partial(_judge_over, lengths, judge)
     found, target_cache = judge(state.target_cache, context, draft, verify_keys)
     with jax.named_scope('verify'):
         verified, failed = found.verified, jnp.where(state.done, 0, found.failed)
@@ -169,7 +170,7 @@ def speculative_step(
             tokens=kv.write(context.tokens, verified.tokens, context.length, axis=1),
             length=context.length + emitted,
         )
-        stats = _count(state.stats, found.overlap, draft, verified.num_accepted, emitted)
+        stats = _count(state.stats, found, draft, emitted)
     with jax.named_scope('update'):
         return SpecState(
             context=context,
@@ -183,13 +184,14 @@ def speculative_step(
         )
 
 
-def skips_rows(batch: int) -> bool:
-    """Whether a round in which nothing was guessed calls the target over one row alone.
+def call_lengths(drafter: Drafter, batch: int, gamma: int) -> tuple[int, ...]:
+    """The lengths of drafts for which there is a target call, ascending, G last; a shorter draft takes the next.
 
-    Not in a batch, where all rows would have to keep silent, and where a row's output must not depend on the
-    others.
+    G alone in a batch, where all rows would have to keep short, and a row's output must not depend on the others.
     """
-    return batch == 1 and rows_toll(2) > 0
+    if batch > 1 or getattr(drafter, 'always_guesses', False):
+        return (gamma,)
+    return backend.call_lengths(gamma)
 
 
 @flax.struct.dataclass
@@ -201,23 +203,29 @@ class _Judged:
       failed: [B] int32, bits of `Failure`.
       overlap: [B, G] float32, sum of min(p, q) at the place of each draft token.
       hidden: [B, G + 1, D].
+      called: scalar int32, the draft tokens that the call was over.
     """
 
     verified: Verification
     failed: Array
     overlap: Array
     hidden: Array
+    called: Array
 
 
 def _judge(
     target: Model, cache: Cache, context: Context, draft: Draft, keys: Array, *, sampling, lenience
 ) -> tuple[_Judged, Cache]:
-    """One target call over G + 1 rows, and the accept/resample rule."""
+    """One target call over G + 1 rows, G >= 0, and the accept/resample rule."""
     with jax.named_scope('target'):
         hidden, cache = read_block(target, cache, context, draft.tokens)
         logits = target.logits(hidden)  # [B, G + 1, V]
+    num_draft = draft.tokens.shape[1]
     with jax.named_scope('verify'):
-        if sampling.temperature == 0 and lenience == 1:
+        if num_draft == 0:
+            verified = draw_next(logits[:, 0], keys, sampling)
+            alike, broken = jnp.zeros(draft.tokens.shape, jnp.float32), verified.tokens < 0
+        elif sampling.temperature == 0 and lenience == 1:
             best = likeliest(logits, sampling)
             verified, alike = verify_greedy(best, draft), greedy_overlap(best[:, :-1], draft)
             broken = best < 0
@@ -227,41 +235,48 @@ def _judge(
             verified, alike = verify_chain(p, draft, keys, bound), overlap(bound[:, :-1], draft)
             broken = jnp.isnan(p[..., 0])  # a distribution with a NaN is NaN throughout
         failed = failures(broken.any(-1), draft, logits.shape[-1])
-        return _Judged(verified, failed, alike, hidden), cache
+        return _Judged(verified, failed, alike, hidden, jnp.int32(num_draft)), cache
 
 
-def _draw(
-    target: Model, cache: Cache, context: Context, draft: Draft, keys: Array, *, sampling
+def _judge_over(
+    lengths: tuple[int, ...], judge, cache: Cache, context: Context, draft: Draft, keys: Array
 ) -> tuple[_Judged, Cache]:
-    """`_judge` for a round in which nothing was guessed: a call over one row, with zeros behind it."""
-    num_draft = draft.tokens.shape[1]
-    hidden, cache = read_block(target, cache, context, draft.tokens[:, :0])
-    verified = draw_next(target.logits(hidden)[:, 0], keys, num_draft, sampling)
-    failed = jnp.where(verified.tokens[:, 0] < 0, Failure.TARGET.value, 0)
-    hidden = jnp.pad(hidden, ((0, 0), (0, num_draft), (0, 0)))
-    nothing = jnp.zeros(draft.tokens.shape, jnp.float32)
-    return _Judged(verified, failed, nothing, hidden), cache
+    """`judge` of the draft cut to the first of `lengths` that holds what is meant of it, with zeros behind.
 
-
-def _judge_or_draw(
-    target: Model, judge, cache: Cache, context: Context, draft: Draft, keys: Array, *, sampling
-) -> tuple[_Judged, Cache]:
-    """`judge` where something was guessed, else `_draw`.
-
-    The choice is made by two loops of which one runs once: XLA's CPU backend copies a cache that passes through a
+    The choice is made by loops of which one runs, once: XLA's CPU backend copies a cache that passes through a
     conditional, and keeps one in place that passes through a loop.
     """
     arguments = context, draft, keys
     shapes, _ = jax.eval_shape(judge, cache, *arguments)
     carry = (jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes), cache), False
-    draw = partial(_draw, target, sampling=sampling)
-    for due, how in (((draft.length > 0).any(), judge), (True, draw)):
-        carry = lax.while_loop(
-            lambda carry, due=due: due & ~carry[1],
-            lambda carry, how=how: (how(carry[0][1], *_held_back(arguments, carry[1])), True),
-            carry,
-        )
+    num_draft, needed = draft.tokens.shape[1], draft.length.max()
+
+    def judge_over(length, carry):
+        (_, cache), done = carry
+        context, draft, keys = _held_back(arguments, done)
+        found, cache = judge(cache, context, _cut(draft, length), keys)
+        return (_pad(found, num_draft - length), cache), True
+
+    for length in lengths:
+        due = (needed <= length) | (length == num_draft)
+        carry = lax.while_loop(lambda carry, due=due: due & ~carry[1], partial(judge_over, length), carry)
     return carry[0]
+
+
+def _cut(draft: Draft, length: int) -> Draft:
+    """The first `length` places of a draft."""
+    probs = None if draft.probs is None else draft.probs[:, :length]
+    return Draft(draft.tokens[:, :length], probs, jnp.minimum(draft.length, length))
+
+
+def _pad(judged: _Judged, places: int) -> _Judged:
+    """With so many more places, which have no meaning."""
+
+    def one(x):
+        return jnp.pad(x, ((0, 0), (0, places), *((0, 0),) * (x.ndim - 2)))
+
+    verified = judged.verified.replace(tokens=one(judged.verified.tokens))
+    return judged.replace(verified=verified, overlap=one(judged.overlap), hidden=one(judged.hidden))
 
 
 def _held_back(arguments, done: Array):
@@ -326,6 +341,7 @@ def plain_step(
             rounds=state.stats.rounds + active,
             histogram=state.stats.histogram + active[:, None],
             emitted=state.stats.emitted + emitted,
+            calls=state.stats.calls + active[:, None],
         ),
     )
 
@@ -364,20 +380,21 @@ def failures(broken: Array, draft: Draft, vocab_size: int) -> Array:
     return sum(jnp.where(rows, kind.value, 0) for kind, rows in found.items())
 
 
-def _count(stats: Stats, beta: Array, draft: Draft, num_accepted: Array, emitted: Array) -> Stats:
+def _count(stats: Stats, found: _Judged, draft: Draft, emitted: Array) -> Stats:
     """Adds one round; what stands behind an EOS or the limit was not tested and is not counted."""
     active = emitted > 0
     tested = jnp.minimum(emitted, draft.length)
-    accepted = jnp.minimum(emitted, num_accepted)
+    accepted = jnp.minimum(emitted, found.verified.num_accepted)
     counted = jnp.arange(draft.tokens.shape[1]) < tested[:, None]
-    bins = jnp.arange(stats.histogram.shape[1]) == accepted[:, None]
+    bins = jnp.arange(stats.histogram.shape[1])
     return Stats(
         rounds=stats.rounds + active,
         tested_at=stats.tested_at + counted,
         accepted=stats.accepted + accepted,
-        histogram=stats.histogram + (bins & active[:, None]),
-        overlap=stats.overlap + jnp.where(counted, beta, 0.0).sum(-1),
+        histogram=stats.histogram + ((bins == accepted[:, None]) & active[:, None]),
+        overlap=stats.overlap + jnp.where(counted, found.overlap, 0.0).sum(-1),
         emitted=stats.emitted + emitted,
+        calls=stats.calls + ((bins == found.called) & active[:, None]),
     )
 
 
@@ -395,6 +412,7 @@ def _no_stats(batch: int, gamma: int) -> Stats:
         histogram=jnp.zeros((batch, gamma + 1), jnp.int32),
         overlap=jnp.zeros((batch,), jnp.float32),
         emitted=zero,
+        calls=jnp.zeros((batch, gamma + 1), jnp.int32),
     )
 
 

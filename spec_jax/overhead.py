@@ -31,7 +31,7 @@ from spec_jax.testing import ScriptedDrafter
 from spec_jax.types import Context, Draft, Inputs, Verification
 
 RIGHT = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)  # shares of the oracle's tokens that are right
-RIGHT_THRIFTY = (0.0, 0.2, 0.5)  # the same of an oracle that is `thrifty.Thrifty`
+RIGHT_THRIFTY = (0.0, 0.1, 0.2, 0.3, 0.5, 0.9)  # the same of an oracle that is `thrifty.Thrifty`
 NEVER_RIGHT_LIMIT = 1.25  # times plain decoding per token, for a draft that is never right
 GAINING_ALPHA = 0.2  # from which a draft that costs nothing should gain
 
@@ -205,20 +205,24 @@ def _make_oracles(make: Callable[[float], Oracle]) -> tuple[dict[str, float], di
 
 
 def conclusions(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """What the oracles say.
+    """What the oracles say, those that are thrifty where drafts that cost little are shipped so.
 
     Returns:
-      never_right: time per token over plain decoding's at alpha = 0, with drafts as they are shipped;
-      never_right_outspoken: the same where a guess is made all the same;
-      break_even_alpha, of oracles that always speak: where the speed-up passes 1 for the last time, between two
-        rates by a straight line; 0 where it is above 1 throughout, None where it ends below;
-      speedup_at_gaining_alpha: the speed-up at alpha = `GAINING_ALPHA`, by a straight line.
+      never_right: time per token over plain decoding's at alpha = 0;
+      break_even_alpha: where the speed-up passes 1 for the last time, between two rates by a straight line; 0 where
+        it is above 1 throughout, None where it ends below;
+      speedup_at_gaining_alpha: the speed-up at alpha = `GAINING_ALPHA`, by a straight line;
+      and each once more with `_outspoken` behind its name, of oracles that guess gamma tokens in every round.
     """
-    alphas, speedups = np.array(sorted((row['alpha'], row['speedup']) for row in _oracles(rows))).T
-    shipped = [row['speedup'] for row in rows if row['right'] == 0 and row['thrifty']]
+    outspoken = _oracles(rows)
+    shipped = _conclude(_oracles(rows, thrifty=True) or outspoken)
+    return shipped | {f'{name}_outspoken': figure for name, figure in _conclude(outspoken).items()}
+
+
+def _conclude(oracles: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    alphas, speedups = np.array(sorted((row['alpha'], row['speedup']) for row in oracles)).T
     return dict(
-        never_right=float(1 / (shipped or speedups)[0]),
-        never_right_outspoken=float(1 / speedups[0]),
+        never_right=float(1 / speedups[0]),
         break_even_alpha=_last_crossing(alphas, speedups),
         speedup_at_gaining_alpha=float(np.interp(GAINING_ALPHA, alphas, speedups)),
     )
@@ -246,6 +250,7 @@ _COLUMNS = {
     'tokens/call': ('tokens_per_call', '.2f'),
     'c': ('c', '.4f'),
     'cost of rows': ('cost_of_rows', '.2f'),
+    'cost of calls': ('cost_of_calls', '.2f'),
     'time/token, plain = 1': ('time_per_token', '.2f'),
     'speed-up': ('speedup', '.2f'),
     'attainable': ('attainable_speedup', '.2f'),
@@ -267,15 +272,23 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def sentences(found: dict[str, float | None], gamma: int) -> list[str]:
     """`conclusions` in words, each beside what is aimed at."""
-    crossing, slowest = found['break_even_alpha'], found['never_right']
-    gains = 'at no alpha' if crossing is None else f'from alpha = {crossing:.2f} on'
+    always = {
+        name.removesuffix('_outspoken'): one for name, one in found.items() if name.endswith('_outspoken')
+    }
     return [
-        f'A draft that is never right takes {slowest:.2f} times plain decoding per token at gamma = {gamma} '
-        f'(the aim at gamma = 3: at most {NEVER_RIGHT_LIMIT}); {found["never_right_outspoken"]:.2f} times if it '
-        'guesses all the same.',
-        f'A draft that costs nothing is faster than plain decoding {gains} (the aim: from {GAINING_ALPHA}); at '
-        f'alpha = {GAINING_ALPHA} it is {found["speedup_at_gaining_alpha"]:.2f} times as fast.',
+        f'A draft that is never right takes {found["never_right"]:.2f} times plain decoding per token at gamma = '
+        f'{gamma} (the aim at gamma = 3: at most {NEVER_RIGHT_LIMIT}); {always["never_right"]:.2f} times if it '
+        f'guesses {gamma} tokens all the same.',
+        f'A draft that costs nothing is faster than plain decoding {_gains(found)} (the aim: from '
+        f'{GAINING_ALPHA}); at alpha = {GAINING_ALPHA} it is {found["speedup_at_gaining_alpha"]:.2f} times as '
+        f'fast. One that guesses {gamma} tokens in every round: {_gains(always)}; '
+        f'{always["speedup_at_gaining_alpha"]:.2f} times.',
     ]
+
+
+def _gains(found: dict[str, float | None]) -> str:
+    crossing = found['break_even_alpha']
+    return 'at no alpha' if crossing is None else f'from alpha = {crossing:.2f} on'
 
 
 def markdown(rows: Sequence[dict[str, Any]], gamma: int, facts: dict[str, Any]) -> str:
@@ -286,10 +299,10 @@ def markdown(rows: Sequence[dict[str, Any]], gamma: int, facts: dict[str, Any]) 
         table(rows),
         "The oracle proposes the target's own output with each token right at the rate given. alpha is the share "
         "accepted of those tested, c the draft step over a plain step, cost of rows the target's call over gamma + "
-        '1 positions over a plain step, and attainable is tokens/call / (gamma c + cost of rows, or 1 in a round '
-        'without a guess). A thrifty draft falls silent while its guesses do not pay for their rows. Times are of '
-        'decoding proper, without prefill and compilation, medians of runs taken by turns with plain decoding. A '
-        'draft that does not always guess has fewer tokens/call than an oracle of the same alpha.',
+        '1 positions over a plain step, cost of calls that of the calls that were made, and attainable is '
+        'tokens/call / (gamma c + cost of calls). A thrifty draft guesses no more than pays for its rows. Times '
+        'are of decoding proper, without prefill and compilation, medians of runs taken by turns with plain '
+        'decoding. A draft that does not always guess has fewer tokens/call than an oracle of the same alpha.',
         '## Measured on',
         '\n'.join(f'* {name}: {value}' for name, value in facts.items()),
     ]
@@ -307,7 +320,7 @@ def plot(rows: Sequence[dict[str, Any]], title: str) -> Figure:
     column = lambda name: [row[name] for row in oracles]  # noqa: E731
     axes.axhline(1, color='black', linewidth=1)
     axes.text(1, 1, 'plain decoding', ha='right', va='bottom', fontsize=8)
-    attainable = 'oracle, attainable: tokens per call / (γ c + cost of rows)'
+    attainable = 'oracle, attainable: tokens per call / (γ c + cost of calls)'
     axes.plot(column('alpha'), column('attainable_speedup'), '--', color='C0', label=attainable)
     axes.plot(column('alpha'), column('speedup'), 'o-', color='C0', label='oracle, measured')
     if thrifty := _oracles(rows, thrifty=True):

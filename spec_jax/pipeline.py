@@ -18,7 +18,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from spec_jax import analysis, data, hub_data, processes, sharding, timing
-from spec_jax.decoding import MAX_GAMMA, generate, plain_generate, skips_rows
+from spec_jax.decoding import MAX_GAMMA, generate, plain_generate
 from spec_jax.drafters.base import Drafter
 from spec_jax.journal import Journal
 from spec_jax.models.base import Model
@@ -30,7 +30,9 @@ from spec_jax.types import Inputs, Output, Stats
 AUTO = 'auto'  # in place of a gamma: `auto_gamma` chooses it
 NEAR_TIE = 1e-5  # nats
 TIMER_SAMPLES = 15
-_STATS = [field.name for field in dataclasses.fields(Stats)]
+STATS = [
+    field.name for field in dataclasses.fields(Stats)
+]  # what a journal has of each line, besides its ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +277,7 @@ def decode_lines(
     ids = [
         np.array(records[line]['ids'] if line in records else [], np.int32) for line in range(len(sources))
     ]
-    counts = [Stats(**{name: np.array([one[name]]) for name in _STATS}) for one in records.values()]
+    counts = [Stats(**{name: np.array([one[name]]) for name in STATS}) for one in records.values()]
     return Decoded(ids, analysis.add_stats(counts))
 
 
@@ -292,8 +294,8 @@ def row_ids(output: Output) -> list[np.ndarray]:
 
 def _counts(output: Output) -> Iterator[dict[str, Any]]:
     """The counts of each row, as JSON has them."""
-    columns = [np.asarray(getattr(output.stats, name)).tolist() for name in _STATS]
-    return (dict(zip(_STATS, row, strict=True)) for row in zip(*columns, strict=True))
+    columns = [np.asarray(getattr(output.stats, name)).tolist() for name in STATS]
+    return (dict(zip(STATS, row, strict=True)) for row in zip(*columns, strict=True))
 
 
 def compare(
@@ -440,6 +442,14 @@ def step_timer(
     )
 
 
+def _mean_cost(calls: np.ndarray, times: dict[str, float], gamma: int) -> float:
+    """Of the calls that were made, in plain steps; `Stats.calls` [G + 1] says over how many rows."""
+    seconds = [times['plain_step']] + [
+        times.get(timing.call_name(length, gamma), times['target_call']) for length in range(1, gamma + 1)
+    ]
+    return float(np.average(seconds, weights=calls) / times['plain_step'])
+
+
 def comparison_figures(
     results: dict[str, Decoded], times: dict[str, float], settings: Settings
 ) -> dict[str, Any]:
@@ -461,11 +471,12 @@ def comparison_figures(
     ]
     guessed = np.asarray(speculative.stats.tested_at)[0] / max(1, figures['rounds'])
     alpha = figures['alpha']  # None where no draft was tested
-    spent = cost if not skips_rows(settings.batch_size) else guessed * cost + 1 - guessed
+    spent = _mean_cost(speculative.stats.calls, times, settings.gamma)
     predicted = None if alpha is None else float(analysis.walltime_improvement(alpha, settings.gamma, c))
     return figures | dict(
         c=c,
         cost_of_rows=cost,
+        cost_of_calls=spent,
         guessed=float(guessed),
         plain_tokens_per_s=rates[0],
         tokens_per_s=rates[1],

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spec_jax.backend import jit
-from spec_jax.decoding import plain_step, prefill, start_plain
+from spec_jax.decoding import call_lengths, plain_step, prefill, start_plain
 from spec_jax.drafters.base import Drafter
 from spec_jax.models.base import Model, read_block
 from spec_jax.sampling import SamplingConfig, first, likeliest, logits_to_probs, row_keys, split_rows
@@ -38,19 +38,18 @@ def _plain_steps(target, state, *, sampling, steps, max_new_tokens):
     ).context.tokens
 
 
-@jit(static_argnames=('gamma', 'sampling'))
-def _target_calls(target, state, *, gamma, sampling, steps):
-    """`steps` calls over gamma + 1 rows, each fed with the last one's likeliest tokens."""
+@jit(static_argnames=('shape', 'sampling'))
+def _target_calls(target, cache, *, shape, sampling, steps):
+    """`steps` calls over tokens of a shape, each fed with the last one's likeliest."""
 
     def body(i, carry):
         tokens, cache = carry
-        positions = jnp.broadcast_to(i + jnp.arange(gamma + 1), tokens.shape)
+        positions = jnp.broadcast_to(i + jnp.arange(shape[1]), shape)
         hidden, cache = target.decode(tokens, positions, cache)
         tokens = _tokens(target.logits(hidden), sampling)
         return tokens, target.rollback(cache, jnp.full_like(tokens[:, 0], i + 1))
 
-    tokens = jnp.zeros((state.done.shape[0], gamma + 1), jnp.int32)
-    return lax.fori_loop(0, steps, body, (tokens, state.target_cache))[0]
+    return lax.fori_loop(0, steps, body, (jnp.zeros(shape, jnp.int32), cache))[0]
 
 
 @jit(static_argnames=('gamma', 'sampling'))
@@ -79,8 +78,13 @@ def _tokens(logits, sampling):
     return first(logits_to_probs(logits, sampling) > 0)
 
 
+def call_name(length: int, gamma: int) -> str:
+    """What the time of a target call over a draft of some length is called."""
+    return 'target_call' if length == gamma else f'target_call_{length + 1}_rows'
+
+
 class StepTimer:
-    """Times plain step, target call, and target call with a draft before it in turn, as often as it is asked to.
+    """Times plain step, target calls, and target call with a draft before it in turn, as often as it is asked to.
 
     Asked now and then during a longer measurement, its medians and those of that measurement see the same
     machine, whose speed may drift. Ratios are more to be trusted than times.
@@ -111,10 +115,15 @@ class StepTimer:
         speculative = _prefill(target, drafter, inputs, keys, gamma=gamma, max_new_tokens=max_new_tokens)
         plain = _start_plain(target, inputs, keys, max_new_tokens=max_new_tokens)
         how = dict(sampling=sampling, steps=self.steps)
+        batch, cache = inputs.tokens.shape[0], speculative.target_cache
         self.programs = dict(
-            plain_step=partial(_plain_steps, target, plain, max_new_tokens=max_new_tokens, **how),
-            target_call=partial(_target_calls, target, speculative, gamma=gamma, **how),
+            plain_step=partial(_plain_steps, target, plain, max_new_tokens=max_new_tokens, **how)
         )
+        for length in (gamma,) if drafter is None else call_lengths(drafter, batch, gamma):
+            if length:  # a call over one row is a plain step
+                self.programs[call_name(length, gamma)] = partial(
+                    _target_calls, target, cache, shape=(batch, length + 1), **how
+                )
         if drafter is not None:
             self.programs['draft_and_call'] = partial(
                 _drafts_and_calls, target, drafter, speculative, gamma=gamma, **how
@@ -131,7 +140,9 @@ class StepTimer:
             self.seconds[name].append((time.perf_counter() - start) / self.steps)
 
     def medians(self) -> dict[str, float]:
-        """Seconds of `plain_step`, `target_call` and `draft_step`, a gamma-th of what a draft adds to a call."""
+        """Seconds of `plain_step`, `target_call`, `draft_step`, a gamma-th of what a draft adds to a call, and of
+        the calls over fewer rows that the loop makes (`call_name`).
+        """
         taken = dict(self.seconds)
         both = taken.pop('draft_and_call', None)
         medians = {name: median(seconds) for name, seconds in taken.items()}

@@ -100,6 +100,7 @@ class Stats:
       histogram: [B, G + 1] int32, rounds by number of accepted tokens.
       overlap: [B] float32, sum of min(p, q) over the tested positions.
       emitted: [B] int32, tokens of the output, EOS included, start token excluded.
+      calls: [B, G + 1] int32, rounds by the draft tokens that the target's call was over, meant or not.
     """
 
     rounds: Array
@@ -108,6 +109,7 @@ class Stats:
     histogram: Array
     overlap: Array
     emitted: Array
+    calls: Array
 
     @property
     def tested(self) -> Array:

@@ -130,21 +130,20 @@ def verify_greedy(best: Array, draft: Draft) -> Verification:
     return Verification(jnp.cumprod(passed.astype(jnp.int32), axis=1).sum(1), best)
 
 
-def draw_next(logits: Array, keys: Array, num_draft: int, sampling: SamplingConfig) -> Verification:
+def draw_next(logits: Array, keys: Array, sampling: SamplingConfig) -> Verification:
     """What `verify_chain` makes of a draft of length 0, from the one distribution that then counts.
 
     Args:
       logits: [B, V], what p was made of.
       keys: [B] PRNG keys.
-      num_draft: G.
       sampling: how.
 
     Returns:
-      The verdict; its token is -1 where p is NaN.
+      The verdict, of G = 0; its token is -1 where p is NaN.
     """
     _, residual_keys = split_rows(keys, 2)
     token = next_token(residual_keys, logits, sampling)
-    return Verification(jnp.zeros_like(token), jnp.tile(token[:, None], (1, num_draft + 1)))
+    return Verification(jnp.zeros_like(token), token[:, None])
 
 
 def _next_distribution(p: Array, draft: Draft, num_accepted: Array) -> Array:

@@ -86,7 +86,7 @@ def test_attainable_is_theorem_3_8_when_rows_are_free():
 
 
 def _stats(rounds, tested_at, accepted, histogram, overlap, emitted):
-    arrays = (rounds, tested_at, accepted, histogram, overlap, emitted)
+    arrays = (rounds, tested_at, accepted, histogram, overlap, emitted, np.zeros_like(histogram))
     return Stats(**dict(zip(Stats.__dataclass_fields__, map(np.array, arrays), strict=True)))
 
 

@@ -70,6 +70,18 @@ def test_rows_of_a_panel_are_an_odd_number_of_cache_lines(columns, itemsize, exp
         assert backend.panels(columns, itemsize) == (1, columns)
 
 
+@pytest.mark.parametrize(
+    ('gamma', 'expected'), [(1, (0, 1)), (2, (0, 2)), (3, (0, 2, 3)), (5, (0, 2, 3, 5)), (7, (0, 2, 3, 5, 7))]
+)
+def test_calls_have_the_lengths_behind_which_a_row_costs_a_good_deal(gamma, expected):
+    """Of tolls of .1, .15, .25, .35, .35, .7, .7 for two rows and more."""
+    toll = dict(enumerate((0, 0.1, 0.15, 0.25, 0.35, 0.35, 0.7, 0.7), start=1)).get
+    assert backend.call_lengths(gamma, toll) == expected
+    assert backend.call_lengths(gamma, lambda rows: 0.0) == (gamma,)
+    with backend.tracing_for('tpu'):
+        assert backend.call_lengths(gamma) == (gamma,)
+
+
 @on_cpu
 def test_rows_are_filled_up_for_weights_of_middling_size():
     of_the_pair = [backend.filled_rows(rows, 1024 * 384) for rows in range(1, 9)]
@@ -131,7 +143,7 @@ def test_nor_where_a_round_without_a_guess_is_a_call_over_one_row(example):
     """And such a round has nothing of the other kind's: XLA hoists out of a loop what is the same in each pass."""
     target, _, inputs, keys = example
     how = dict(gamma=4, max_new_tokens=120, sampling=SamplingConfig(temperature=0.0), lenience=1.0)
-    drafter = Thrifty(PromptLookup(), 0.35)
+    drafter = Thrifty(PromptLookup())
     compiled = _generate.lower(target, drafter, inputs, keys, **how).compile(AS_USERS).as_text()
     assert loop_copies(compiled) == []
     entry = re.search(r'^ENTRY .*?^\}', compiled, re.M | re.S)[0]
@@ -139,4 +151,5 @@ def test_nor_where_a_round_without_a_guess_is_a_call_over_one_row(example):
     inner = re.findall(r' while\(.*body=%?([\w.\-]+)', compiled)
     layer = 10  # four of self-attention (queries, keys and values are one), four of cross-attention, two of the MLP
     assert products(compiled)[outer] == 0
-    assert sum(products(compiled)[body] > 2 * layer for body in inner) == 2
+    calls = len(backend.call_lengths(4))
+    assert sum(products(compiled)[body] > 2 * layer for body in inner) == calls == 4

@@ -97,6 +97,7 @@ def stats(rounds, tested_at, histogram, emitted=None, overlap=None):
         histogram=histogram,
         overlap=np.array(accepted if overlap is None else overlap, float),
         emitted=rows if emitted is None else np.array(emitted),
+        calls=histogram,
     )
 
 

@@ -199,6 +199,42 @@ def test_counts_equal_those_of_a_trace_by_hand(spread):
     assert_counts(output.stats, overlap=overlap)
 
 
+@pytest.mark.parametrize('spread', [False, True], ids=['q one-hot', 'q uniform'])
+@pytest.mark.parametrize('sampling', [GREEDY, SAMPLED], ids=['greedy', 'sampled'])
+def test_a_row_alone_has_calls_that_are_no_wider_than_its_drafts_and_the_same_text(sampling, spread):
+    """Drafts of 0 to 4 tokens, of which half are right; what stands behind a draft's length is right, too."""
+    chance, target = np.random.default_rng(0), random_model(5)
+    texts = np.asarray(plain(target, max_new_tokens=LIMIT, sampling=sampling).tokens)
+    guesses = np.where(chance.random(texts.shape) < 0.5, texts, (texts + 1) % V)
+    probs = jnp.full((*texts.shape, V), 1 / V) if spread else None
+    lengths = chance.integers(0, 5, texts.shape)
+    drafter = ScriptedDrafter(jnp.asarray(guesses), probs, jnp.asarray(lengths))
+    keys = row_keys(KEY, np.arange(ROWS))
+    together = speculate(target, drafter, key=keys, gamma=4, sampling=sampling)
+    choices = np.array(decoding.call_lengths(drafter, 1, 4))
+    for row in range(ROWS):
+        alone = speculate(target, drafter, prompts([row]), keys[row : row + 1], gamma=4, sampling=sampling)
+        calls, theirs = alone.stats.calls[0], together.stats.calls[row]
+        unlike = alone.replace(stats=alone.stats.replace(calls=together.stats.calls[row : row + 1]))
+        jax.tree.map(np.testing.assert_array_equal, unlike, take(together, [row]))
+        assert theirs.tolist() == [0, 0, 0, 0, int(alone.stats.rounds[0])] and calls.sum() == theirs.sum()
+        assert set(np.flatnonzero(calls)) <= set(choices)
+        if alone.stats.rounds[0] > 20:
+            assert set(np.flatnonzero(calls)) == set(choices)
+
+
+def test_calls_of_a_trace_by_hand():
+    """Row 2 of the trace proposes 0, 2, 4 and 4 tokens, the last row none in ten rounds."""
+    (text, guess, lengths), (_, _, none) = TRACE[2], TRACE[-1]
+    script = jnp.broadcast_to(jnp.asarray(guess), (ROWS, 10))
+    for row, length, due in ((2, lengths, [0, 2, 4, 4]), (7, [none] * 10, [0] * 10)):
+        drafter = ScriptedDrafter(script, lengths=jnp.broadcast_to(jnp.asarray(length), (ROWS, 10)))
+        output = speculate(writer([text]), drafter, prompts([row]), gamma=4, max_new_tokens=10)
+        choices = np.array(decoding.call_lengths(drafter, 1, 4))
+        expected = np.bincount([choices[choices >= one][0] for one in due], minlength=5)
+        np.testing.assert_array_equal(output.stats.calls[0], expected)
+
+
 # --- rows do not disturb each other -----------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from spec_jax import analysis, pipeline
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.models.t5 import T5, T5Config
 from spec_jax.sampling import GREEDY, SamplingConfig
+from spec_jax.types import Stats
 
 CONFIG = T5Config(
     vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1
@@ -71,11 +72,29 @@ def test_compare_decodes_what_decode_lines_does(pair, sources):
     figures = pipeline.comparison_figures(results, timer.medians(), SETTINGS)
     assert figures['tokens'] == sum(map(len, expected.ids))
     assert figures['attainable_speedup'] == pytest.approx(
-        figures['tokens_per_call'] / (2 * figures['c'] + figures['cost_of_rows'])
+        figures['tokens_per_call'] / (2 * figures['c'] + figures['cost_of_calls'])
     )
     assert pipeline.agreement(target, sources, results['plain'].ids, results['speculative'].ids) == dict(
         greedy_match=1.0, near_ties=[], mismatches=[]
     )
+
+
+def test_the_mean_cost_of_calls_is_weighed_by_how_many_there_were():
+    """One over a row, two over three and one over four, of 10, 12 and 15 ms: (10 + 2 x 12 + 15) / 4 / 10."""
+    times = dict(plain_step=0.01, target_call_3_rows=0.012, target_call=0.015, draft_step=0.0)
+    stats = Stats(*np.zeros((6, 1)), calls=np.array([1, 0, 2, 1])).replace(
+        rounds=4,
+        emitted=6,
+        accepted=2,
+        overlap=2.0,
+        tested_at=np.array([3, 1, 0]),
+        histogram=np.array([2, 2, 0, 0]),
+    )
+    plain = pipeline.Decoded([], stats, 1.0, 0.0, 0.0)
+    settings = dataclasses.replace(SETTINGS, gamma=3)
+    figures = pipeline.comparison_figures(dict(plain=plain, speculative=plain), times, settings)
+    assert figures['cost_of_calls'] == pytest.approx(1.225) and figures['cost_of_rows'] == pytest.approx(1.5)
+    assert figures['attainable_speedup'] == pytest.approx(6 / 4 / 1.225) and figures['guessed'] == 0.75
 
 
 def test_a_wrong_token_is_a_mismatch_and_a_tie_is_not(pair, sources):

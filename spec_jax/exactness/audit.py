@@ -174,6 +174,7 @@ def miscounted(output: Output, eos_id: int, pad_id: int) -> np.ndarray:
     finished = length == 0  # a filler row
     wrong = ((length != ends) & ~finished) | ((tokens != pad_id) & behind).any(1)
     wrong |= (stats.emitted != length) | (stats.histogram.sum(1) != stats.rounds)
+    wrong |= stats.calls.sum(1) != stats.rounds
     wrong |= (stats.histogram * np.arange(stats.histogram.shape[1])).sum(1) != stats.accepted
     wrong |= (stats.accepted > stats.tested) | (stats.emitted > stats.accepted + stats.rounds)
     return wrong | ((stats.emitted < stats.accepted + stats.rounds - 1) & ~finished)
@@ -197,4 +198,6 @@ def recounted(trace: Trace, stats: Stats) -> np.ndarray:
     wrong |= np.where(active, accepted, 0).sum(0) != stats.accepted
     tested = np.where(active, np.minimum(emitted, trace.length), 0)
     tested_at = (np.arange(stats.tested_at.shape[1]) < tested[:, :, None]).sum(0)
+    meant = ((trace.length[:, :, None] == bins) & active[:, :, None]).sum(0)
+    wrong |= (stats.calls.cumsum(1) > meant.cumsum(1)).any(1)  # a call is over the whole draft, or more
     return wrong | (tested_at != stats.tested_at).any(1)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import decoding, generate, plain_generate
+from spec_jax import backend, decoding, generate, plain_generate
+from spec_jax.backend import call_lengths
 from spec_jax.drafters import thrifty
-from spec_jax.drafters.thrifty import Thrifty, outspoken
+from spec_jax.drafters.thrifty import Thrifty, best_length, outspoken
 from spec_jax.sampling import GREEDY, row_keys
 from spec_jax.testing import ModelWrapper, ScriptedDrafter, TableModel, prompts
 from spec_jax.types import Context, Verification
@@ -24,65 +25,103 @@ def text(first=0):
     return np.asarray(plain_generate(TARGET, prompts([first]), jax.random.key(0), **HOW).tokens)[0]
 
 
-def spoken(accepted, toll=0.35, rounds=30, gamma=3):
-    """In which rounds a draft speaks of whose guesses `accepted` tokens pass each time."""
+def rows_cost(each):
+    """A toll of `each` for every row but the first."""
+    return lambda rows: each * (rows - 1)
+
+
+def all_or_none(toll):
+    """A toll that a guess of any length has to pay."""
+    return lambda rows: toll * (rows > 1)
+
+
+def lengths(accepted, toll, rounds=30, gamma=3):
+    """How long the drafts of a row are of which `accepted` tokens would pass each time."""
     draft = Thrifty(ScriptedDrafter(jnp.zeros((1, LIMIT), jnp.int32)), toll)
     state, found = draft.init(prompts([0]), LIMIT), []
     context = Context(jnp.zeros((1, LIMIT), jnp.int32), jnp.ones((1,), jnp.int32))
-    for number in range(rounds):
+    for _ in range(rounds):
         proposed, state = draft.propose(state, context, None, gamma, GREEDY, V)
-        found += [number] if int(proposed.length[0]) else []
+        found.append(int(proposed.length[0]))
         passed = jnp.minimum(proposed.length, accepted)
         state = draft.update(state, context, Verification(passed, jnp.zeros((1, gamma + 1), jnp.int32)), None)
     return found
 
 
-def test_a_draft_that_is_never_right_is_asked_every_ninth_round():
-    """Its gain is .8^n after n guesses: .41 after four, .33 after five."""
-    assert spoken(0) == [0, 1, 2, 3, 4, 13, 22]
+def by_the_rule(passing, toll, choices):
+    """The same in Python, of a text; `passing` says of a place how many tokens from it on would pass."""
+    place, silent, first, later, found = 0, 0, 0.35, 0.5, []
+    while place < LIMIT:
+        speed = {0: 1.0}
+        for length in choices:
+            speed[length] = (1 + sum(first * later**i for i in range(length))) / (1 + toll(length + 1))
+        wanted = max(speed, key=speed.get)
+        if not wanted and silent >= 8:
+            wanted = choices[0]
+        passed = min(wanted, passing(place))
+        for number in range(min(passed + 1, wanted)):
+            hit = number < passed
+            if number == 0:
+                first = 0.85 * first + 0.15 * hit
+            else:
+                later = 0.85 * later + 0.15 * hit
+        silent = 0 if wanted else silent + 1
+        place += passed + 1
+        found.append(wanted)
+    return found
 
 
-@pytest.mark.parametrize(('accepted', 'toll'), [(1, 0.35), (1, 1.0), (0, 0.0), (3, 2.9)])
-def test_a_draft_that_gains_more_than_its_toll_always_speaks(accepted, toll):
-    found = spoken(accepted, toll)
-    assert found == list(range(30)) if accepted < 3 else found[0] == 8  # 3 is above 2.9, but it begins at 1
+def test_the_best_length_is_that_of_most_tokens_by_the_time_of_a_call():
+    """By 1 + c + c d + c d^2 tokens: none, one, two and three of them are the best of a row each."""
+    first, later = jnp.array([0.1, 0.3, 0.5, 0.9, 0.0]), jnp.array([0.9, 0.1, 0.6, 0.9, 0.0])
+    tolls = [0.2, 0.35, 0.6]
+    found = best_length(first, later, [1, 2, 3], tolls)
+    speeds = [[1.1 / 1.2, 1.19 / 1.35, 1.271 / 1.6], [1.3 / 1.2, 1.33 / 1.35, 1.333 / 1.6]]
+    speeds += [[1.5 / 1.2, 1.8 / 1.35, 1.98 / 1.6], [1.9 / 1.2, 2.71 / 1.35, 3.439 / 1.6], [0, 0, 0]]
+    assert found.tolist() == [int(np.argmax([1, *one])) for one in speeds] == [0, 1, 2, 3, 0]
+    assert best_length(first, later, [3], tolls[2:]).tolist() == [0, 0, 3, 3, 0]
 
 
-def test_a_longer_draft_has_more_rows_to_pay_for(monkeypatch):
-    monkeypatch.setattr(thrifty, 'rows_toll', lambda rows: {3: 0.9, 4: 1.1}[rows])
-    assert spoken(1, None, gamma=2) == list(range(30)) and spoken(1, None, gamma=3) == [8, 17, 26]
+def test_a_draft_that_is_never_right_is_asked_ever_more_seldom():
+    """It begins at .35, and .35 x .85^n pays for a token at .1 up to n = 7; then it is tried every ninth round."""
+    found = lengths(0, rows_cost(0.1))
+    assert [number for number, length in enumerate(found) if length] == [*range(8), 16, 25]
+    assert set(found[8:]) == {0, 1} and sorted(found[:8], reverse=True) == found[:8]
+
+
+@pytest.mark.parametrize('accepted', [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    'toll', [rows_cost(0.1), rows_cost(0.3), all_or_none(0.35)], ids=['.1', '.3', 'one toll']
+)
+def test_lengths_are_those_of_the_rule(accepted, toll):
+    choices = [length for length in call_lengths(3, toll) if length]
+    expected = by_the_rule(lambda place: accepted, toll, choices)
+    assert lengths(accepted, toll, len(expected)) == expected
+
+
+def test_a_draft_that_is_right_grows_to_gamma_and_one_whose_second_token_is_wrong_shrinks_to_one():
+    assert lengths(3, rows_cost(0.1))[-1] == 3 and lengths(1, rows_cost(0.1))[-1] == 1
+    assert set(lengths(3, rows_cost(0.0))) == {3}  # where rows cost nothing there is one length
 
 
 def test_a_row_alone_is_decoded_as_by_the_plain_program_where_nothing_was_guessed(monkeypatch):
     monkeypatch.setattr(thrifty, '_PATIENCE', 10**6)
     wrong = ScriptedDrafter(jnp.asarray((text() + 1) % V)[None])
-    output = generate(TARGET, Thrifty(wrong, 0.9), prompts([0]), jax.random.key(0), gamma=3, **HOW)
+    output = generate(
+        TARGET, Thrifty(wrong, all_or_none(0.6)), prompts([0]), jax.random.key(0), gamma=3, **HOW
+    )
     np.testing.assert_array_equal(output.tokens[0], text())
+    # .35 + .175 + .0875 pass at first, .52 with .85 of that
     assert output.stats.tested_at.tolist() == [[1, 0, 0]] and output.stats.rounds.tolist() == [LIMIT]
 
 
-def by_the_rule(right, toll=0.35, gamma=3):
-    """Rounds of a text, and in how many of them there is a guess; `right` [LIMIT] says which tokens would pass."""
-    place = rounds = guesses = silent = 0
-    gain = 1.0
-    while place < LIMIT:
-        passed = 0
-        if gain >= toll or silent == 8:
-            passed = int(np.cumprod(right[place : place + gamma]).sum())
-            gain, silent, guesses = 0.8 * gain + 0.2 * passed, 0, guesses + 1
-        else:
-            silent += 1
-        place, rounds = place + passed + 1, rounds + 1
-    return rounds, guesses
-
-
-@pytest.mark.parametrize(('share', 'spoken_of'), [(0.0, 0.2), (0.3, 0.38), (1.0, 1.0)])
+@pytest.mark.parametrize(('share', 'spoken_of'), [(0.0, 0.3), (0.3, 0.85), (1.0, 1.0)])
 def test_a_row_speaks_alike_alone_and_among_others(share, spoken_of):
-    """`share` of its guesses would pass; it speaks in `spoken_of` its rounds."""
-    chance = np.random.default_rng(0)
+    """`share` of its guesses would pass; it speaks in about `spoken_of` its rounds."""
+    chance, toll = np.random.default_rng(0), rows_cost(0.1)
     texts = np.stack([text(first) for first in range(3)])
     script = np.where(chance.random(texts.shape) < share, texts, (texts + 1) % V)
-    draft = Thrifty(ScriptedDrafter(jnp.asarray(script, jnp.int32)), 0.35)
+    draft = Thrifty(ScriptedDrafter(jnp.asarray(script, jnp.int32)), toll)
     together = generate(TARGET, draft, prompts([0, 1, 2]), jax.random.key(0), gamma=3, **HOW)
     np.testing.assert_array_equal(together.tokens, texts)
     for row in range(3):
@@ -92,8 +131,13 @@ def test_a_row_speaks_alike_alone_and_among_others(share, spoken_of):
             ours, theirs = (getattr(output.stats, name) for output in (alone, together))
             np.testing.assert_array_equal(ours[0], theirs[row], err_msg=name)
     rounds, guessed = np.asarray(together.stats.rounds), np.asarray(together.stats.tested_at)[:, 0]
-    assert [*zip(rounds, guessed, strict=True)] == [*map(by_the_rule, script == texts)]
-    assert guessed.sum() / rounds.sum() == pytest.approx(spoken_of, abs=0.01)
+    expected = [
+        by_the_rule(lambda place, right=right: np.cumprod(right[place:]).sum(), toll, [1, 2, 3])
+        for right in script == texts
+    ]
+    assert rounds.tolist() == [*map(len, expected)]
+    assert guessed.tolist() == [np.count_nonzero(found) for found in expected]
+    assert guessed.sum() / rounds.sum() == pytest.approx(spoken_of, abs=0.1)
 
 
 @flax.struct.dataclass
@@ -109,11 +153,17 @@ class Measured(ModelWrapper):
 
 @pytest.mark.parametrize(
     ('toll', 'batch', 'always', 'expected'),
-    [(0.3, 1, False, {1, 3}), (0.3, 1, True, {3}), (0.3, 2, False, {3}), (0.0, 1, False, {3})],
-    ids=['rows cost time', 'a draft that always guesses', 'a batch', 'rows cost nothing'],
+    [
+        (rows_cost(0.1), 1, False, {1, 2, 3}),
+        (all_or_none(0.3), 1, False, {1, 3}),
+        (rows_cost(0.1), 1, True, {3}),
+        (rows_cost(0.1), 2, False, {3}),
+        (rows_cost(0.0), 1, False, {3}),
+    ],
+    ids=['each row costs time', 'one toll', 'a draft that always guesses', 'a batch', 'rows cost nothing'],
 )
-def test_a_call_over_one_row_is_made_where_it_saves_something(toll, batch, always, expected, monkeypatch):
-    monkeypatch.setattr(decoding, 'rows_toll', lambda rows: toll)
+def test_a_call_over_fewer_rows_is_made_where_it_saves_something(toll, batch, always, expected, monkeypatch):
+    monkeypatch.setattr(backend, 'call_lengths', partial(call_lengths, toll=toll))
     target, keys = Measured(TARGET, set()), row_keys(jax.random.key(0), range(batch))
     draft = ScriptedDrafter(jnp.zeros((1, LIMIT), jnp.int32))
     if always:
@@ -125,4 +175,4 @@ def test_a_call_over_one_row_is_made_where_it_saves_something(toll, batch, alway
 
 def test_outspoken_is_the_draft_itself():
     draft = ScriptedDrafter(jnp.zeros((1, 1), jnp.int32))
-    assert outspoken(Thrifty(draft, 0.3)) is draft and outspoken(draft) is draft and outspoken(None) is None
+    assert outspoken(Thrifty(draft)) is draft and outspoken(draft) is draft and outspoken(None) is None

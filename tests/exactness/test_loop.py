@@ -66,8 +66,9 @@ def test_rescoring_by_hand():
     np.testing.assert_allclose(gap, [[0, np.log(2)], [0, 0]], atol=1e-6)
 
 
-def output(tokens, length, rounds, tested_at, accepted, histogram, emitted):
-    stats = Stats(*map(np.asarray, (rounds, tested_at, accepted, histogram, np.zeros(len(length)), emitted)))
+def output(tokens, length, rounds, tested_at, accepted, histogram, emitted, calls):
+    counts = rounds, tested_at, accepted, histogram, np.zeros(len(length)), emitted, calls
+    stats = Stats(*map(np.asarray, counts))
     return Output(np.asarray(tokens), np.asarray(length), np.zeros(len(length), int), stats)
 
 
@@ -79,6 +80,7 @@ RIGHT = dict(
     accepted=[1, 2, 0, 1],
     histogram=[[1, 1, 0], [1, 0, 1], [0, 0, 0], [0, 1, 0]],
     emitted=[3, 4, 0, 1],
+    calls=[[0, 2, 0], [0, 1, 1], [0, 0, 0], [0, 0, 1]],
 )
 WRONG = {
     'a token behind EOS': ('tokens', 0, [2, 3, EOS, 5]),
@@ -88,6 +90,7 @@ WRONG = {
     'histogram': ('histogram', 1, [0, 1, 1]),
     'accepted': ('accepted', 0, 2),
     'tested': ('tested_at', 1, [1, 0]),
+    'calls': ('calls', 1, [0, 0, 1]),
 }
 
 
@@ -117,10 +120,17 @@ def test_counts_are_those_that_the_trace_adds_up_to():
         end=np.array([[4], [5]]),
     )
     right = dict(
-        rounds=[2], tested_at=[[2, 1]], accepted=[3], histogram=[[0, 1, 1]], overlap=[0.0], emitted=[4]
+        rounds=[2],
+        tested_at=[[2, 1]],
+        accepted=[3],
+        histogram=[[0, 1, 1]],
+        overlap=[0.0],
+        emitted=[4],
+        calls=[[0, 0, 2]],
     )
     assert not audit.recounted(trace, Stats(**{name: np.array(value) for name, value in right.items()})).any()
-    for name, value in dict(tested_at=[[2, 2]], accepted=[2], histogram=[[0, 0, 2]], emitted=[5]).items():
+    wrong = dict(tested_at=[[2, 2]], accepted=[2], histogram=[[0, 0, 2]], emitted=[5], calls=[[0, 2, 0]])
+    for name, value in wrong.items():
         stats = Stats(**{key: np.array(one) for key, one in (right | {name: value}).items()})
         assert audit.recounted(trace, stats).all(), name
 

@@ -47,6 +47,7 @@ def test_oracles_are_accepted_as_often_as_asked_and_change_no_output(run, world)
     for row in report['drafts']:
         assert row['time_per_token'] * row['speedup'] == pytest.approx(1)
     assert report['never_right_outspoken'] == pytest.approx(never['time_per_token'])
+    assert all(row['cost_of_calls'] == pytest.approx(row['cost_of_rows']) for row in oracles)
     assert report['never_right'] == pytest.approx((thrifty or [never])[0]['time_per_token'])
 
     text = (folder / 'report.md').read_text()
@@ -95,8 +96,8 @@ def test_an_oracle_knows_a_source_in_any_batch_of_any_width(width):
     np.testing.assert_array_equal(oracle.init(Inputs(tokens, tokens > 0), 0), order)
 
 
-def rows(*points):
-    return [dict(right=alpha, alpha=alpha, speedup=speedup, thrifty=False) for alpha, speedup in points]
+def rows(*points, thrifty=False):
+    return [dict(right=alpha, alpha=alpha, speedup=speedup, thrifty=thrifty) for alpha, speedup in points]
 
 
 @pytest.mark.parametrize(
@@ -112,14 +113,15 @@ def rows(*points):
 )
 def test_conclusions(points, never_right, break_even, at_gaining):
     real = dict(right=None, alpha=0.01, speedup=7.0, thrifty=False)  # no oracle: not looked at
+    expected = dict(never_right=never_right, break_even_alpha=break_even, speedup_at_gaining_alpha=at_gaining)
+    outspoken = {f'{name}_outspoken': one for name, one in expected.items()}
     found = overhead.conclusions([real, *rows(*points)])
-    assert found == pytest.approx(
-        dict(
-            never_right=never_right,
-            never_right_outspoken=never_right,
-            break_even_alpha=break_even,
-            speedup_at_gaining_alpha=at_gaining,
-        )
-    )
+    assert found == pytest.approx(expected | outspoken)
     said = overhead.sentences(found, 3)[1]
-    assert ('at no alpha' if break_even is None else f'from alpha = {break_even:.2f} on') in said
+    assert said.count('at no alpha' if break_even is None else f'from alpha = {break_even:.2f} on') == 2
+
+    thrifty = rows((1, 2.0), (0, 0.96), (0.1, 0.98), (0.2, 1.02), thrifty=True)
+    found = overhead.conclusions([*rows(*points), real, *thrifty])
+    shipped = dict(never_right=1 / 0.96, break_even_alpha=0.15, speedup_at_gaining_alpha=1.02)
+    assert found == pytest.approx(shipped | outspoken)
+    assert 'from alpha = 0.15 on (the aim: from 0.2)' in overhead.sentences(found, 3)[1]
