@@ -18,7 +18,7 @@ _YNNPACK = 'xla_cpu_experimental_ynn_fusion_type'
 
 _CACHE_LINE = 64  # bytes
 _WIDE = 6000  # columns
-_GOOD_DEAL = 0.07  # of a call over one row
+_THIRD_LESS = 0.65
 
 _elsewhere: str | None = None
 
@@ -113,11 +113,14 @@ def rows_toll(rows: int) -> float:
 def call_lengths(gamma: int, toll: Callable[[int], float] = rows_toll) -> tuple[int, ...]:
     """The lengths of drafts for which a loop at batch 1 has a target call of its own, ascending, gamma last.
 
-    Beside gamma those behind which one row more costs a good deal more, down to none at all; so on CPU 0, 2, 3 and
-    5 of gamma = 5, and where rows cost next to nothing gamma alone. A call takes as long to compile as the rest.
+    Each is the longest whose rows have a toll that is a third less than that of the next, down to none at all: on
+    CPU 0, 2 and 5 of gamma = 5, and where rows cost nothing gamma alone. More would gain little, and a call takes
+    as long to compile as all else in the loop.
     """
-    steps = (length for length in range(gamma) if toll(length + 2) - toll(length + 1) > _GOOD_DEAL)
-    return *steps, gamma
+    found = [gamma]
+    while (most := toll(found[0] + 1)) > 0:
+        found.insert(0, max(length for length in range(found[0]) if toll(length + 1) < _THIRD_LESS * most))
+    return tuple(found)
 
 
 def panels(columns: int, itemsize: int) -> tuple[int, int]:

@@ -60,6 +60,10 @@ class Audited:
     gamma: int = flax.struct.field(pytree_node=False)
     num_rounds: int = flax.struct.field(pytree_node=False)
 
+    @property
+    def always_guesses(self) -> bool:
+        return getattr(self.drafter, 'always_guesses', False)
+
     def init(self, inputs: Inputs, num_slots: int) -> tuple[Any, Trace, Array]:
         batch = inputs.tokens.shape[0]
         rows = jnp.zeros((self.num_rounds, batch), jnp.int32)
