@@ -66,7 +66,7 @@ def get_config() -> ConfigDict:
                 rule=True,  # False leaves the accept/resample rule itself out
                 greedy_prompts=12,  # 0 leaves greedy decoding out
                 sampled_prompts=4,
-                samples=1536,  # speculative texts, and twice as many plain ones; 0 leaves sampling out
+                samples=768,  # speculative texts, and twice as many plain ones; 0 leaves sampling out
                 tokens=7,  # of a sampled text; gamma + 3 where that is more
                 rows=64,  # of a batch of them
             ),

@@ -118,8 +118,10 @@ def test_weights_over_processes_and_a_run_that_was_stopped(world, alone):
     config = json.loads((workdir / 'report.json').read_text())['config']
     one_device = ConfigDict(config | dict(mesh=dict(data=1, model=1)))
     job = pipeline.load(one_device, pipeline.settings_from(one_device))
-    counts = dict(rounds=1, tested_at=[1, 1], accepted=2, histogram=[0, 0, 1], overlap=2.0, emitted=3)
-    run = dict(config=config, sources=pipeline.checksum(job.sources))
+    counts = dict(
+        rounds=1, tested_at=[1, 1], accepted=2, histogram=[0, 0, 1], overlap=2.0, emitted=3, calls=[0, 0, 1]
+    )
+    run = dict(config=config, sources=pipeline.checksum(job.sources), counts=pipeline.STATS)
     Journal.open(workdir / 'unfinished.jsonl', run).add([1], [dict(ids=[3, 4, 5], **counts)])
     first, second = run_together(world, workdir, *how)
     assert first[0] == second[0] == 0, first[2] + second[2]
