@@ -80,8 +80,8 @@ def filled_rows(rows: int, size: int) -> int:
     """Rows that the last product of a feed-forward block should have at batch 1, those behind `rows` fillers.
 
     On CPU a product of middling size takes longer over two or four rows than over one more; why was not looked
-    into. By 1024 x 384, 138 us over three and 149 over
-    five rows, 177 and 199 over two and four (AVX2, two cores); neither much smaller nor larger weights have this.
+    into. By 1024 x 384, 138 us over three and 149 over five rows, 177 and 199 over two and four (AVX2, two cores);
+    neither much smaller nor larger weights have this.
 
     Args:
       rows: of the product, at least 1.
@@ -114,8 +114,8 @@ def call_lengths(gamma: int, toll: Callable[[int], float] = rows_toll) -> tuple[
     """The lengths of drafts for which a loop at batch 1 has a target call of its own, ascending, gamma last.
 
     Each is the longest whose rows have a toll that is a third less than that of the next, down to none at all: on
-    CPU 0, 2 and 5 of gamma = 5, and where rows cost nothing gamma alone. More would gain little, and a call takes
-    as long to compile as all else in the loop.
+    CPU 0, 2 and 5 of gamma = 5, and where rows cost nothing gamma alone. More would gain little, and each call adds
+    some 3 s of compiling (the demo pair, two cores).
     """
     found = [gamma]
     while (most := toll(found[0] + 1)) > 0:

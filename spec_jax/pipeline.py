@@ -30,9 +30,7 @@ from spec_jax.types import Inputs, Output, Stats
 AUTO = 'auto'  # in place of a gamma: `auto_gamma` chooses it
 NEAR_TIE = 1e-5  # nats
 TIMER_SAMPLES = 15
-STATS = [
-    field.name for field in dataclasses.fields(Stats)
-]  # what a journal has of each line, besides its ids
+STATS = [field.name for field in dataclasses.fields(Stats)]  # of each line, in a journal
 
 
 @dataclasses.dataclass(frozen=True)
