@@ -18,9 +18,11 @@ import jax
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax import auto_gamma, benchmark, benchmark_report, cli, metrics, pipeline, report
 from spec_jax.drafters.build import build_named, own_checksum
-from spec_jax.journal import Journal
+from spec_jax.measure import auto_gamma, benchmark, benchmark_report, pipeline
+from spec_jax.run import cli, report
+from spec_jax.run.journal import Journal
+from spec_jax.text import metrics
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string(

@@ -14,8 +14,9 @@ from functools import partial
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax import cli, overhead, pipeline, report
 from spec_jax.drafters.build import build_named
+from spec_jax.measure import overhead, pipeline
+from spec_jax.run import cli, report
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string(

@@ -23,15 +23,16 @@ import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax import cli, comparison, pipeline, report
-from spec_jax.backend import fewest_rows
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.build import build_drafter
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.exactness.checks import EPSILON
+from spec_jax.measure import comparison, pipeline
 from spec_jax.models import hf_folder, t5_widen
 from spec_jax.models.base import Model
 from spec_jax.models.t5_weights import load_t5, save_t5
+from spec_jax.run import cli, report
+from spec_jax.runtime.backend import fewest_rows
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for report.json and report.md.', required=True)

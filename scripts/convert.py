@@ -12,9 +12,9 @@ import re
 
 from absl import flags
 
-from spec_jax import cli
 from spec_jax.models.convert import FORMATS, convert
 from spec_jax.models.t5_stored import leaf_shapes
+from spec_jax.run import cli
 
 _SOURCE = flags.DEFINE_string('source', None, 'Folder or hub id of the T5.', required=True)
 _OUTPUT = flags.DEFINE_string('output', None, 'Folder to write to.', required=True)

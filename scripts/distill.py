@@ -13,10 +13,11 @@ import time
 
 from absl import app, flags
 
-from spec_jax import cli, data
 from spec_jax.models.t5_weights import load_t5
-from spec_jax.report import write_text
-from spec_jax.tokenizers import load_tokenizer
+from spec_jax.run import cli
+from spec_jax.run.report import write_text
+from spec_jax.text import data
+from spec_jax.text.tokenizers import load_tokenizer
 from spec_jax.training import distillation
 from spec_jax.training.recipe import files
 

@@ -20,9 +20,13 @@ from functools import partial
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax import analysis, auto_gamma, cli, metrics, pipeline, processes, report
+from spec_jax import analysis
 from spec_jax.drafters.build import build_drafter
-from spec_jax.journal import Journal
+from spec_jax.measure import auto_gamma, pipeline
+from spec_jax.run import cli, report
+from spec_jax.run.journal import Journal
+from spec_jax.runtime import processes
+from spec_jax.text import metrics
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for output.txt and report.json.', required=True)

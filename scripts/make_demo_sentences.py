@@ -9,7 +9,8 @@ import random
 
 from absl import flags
 
-from spec_jax import cli, data, report
+from spec_jax.run import cli, report
+from spec_jax.text import data
 
 _INPUTS = flags.DEFINE_list('inputs', None, 'tsv files of pairs, separated by commas.', required=True)
 _OUTPUT = flags.DEFINE_string('output', None, 'tsv file.', required=True)

@@ -17,10 +17,11 @@ from functools import partial
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax import acceptance, acceptance_report, cli, pipeline, report
 from spec_jax.drafters.build import build_named, own_checksum
 from spec_jax.drafters.thrifty import outspoken
-from spec_jax.journal import Journal
+from spec_jax.measure import acceptance, acceptance_report, pipeline
+from spec_jax.run import cli, report
+from spec_jax.run.journal import Journal
 from spec_jax.sampling import SamplingConfig
 
 _CONFIG = cli.define_config()

@@ -10,7 +10,8 @@ import pathlib
 
 from absl import flags
 
-from spec_jax import cli, plan
+from spec_jax.measure import plan
+from spec_jax.run import cli
 
 _ALPHA = flags.DEFINE_float(
     'alpha', None, 'Mean probability that a drafted token is accepted.', required=True

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from spec_jax.data import Example, read_examples
+from spec_jax.text.data import Example, read_examples
 
 LIBREOFFICE = flags.DEFINE_string('libreoffice', None, 'Folder with {train,valid,test}.tsv.', required=True)
 TATOEBA = flags.DEFINE_string('tatoeba', None, 'File of Tatoeba pairs: English, tab, German.', required=True)

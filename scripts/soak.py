@@ -13,8 +13,10 @@ from functools import partial
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax import analysis, cli, pipeline, report, soak
+from spec_jax import analysis
 from spec_jax.drafters.build import build_drafter
+from spec_jax.measure import pipeline, soak
+from spec_jax.run import cli, report
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for report.json and soak.png.', required=True)

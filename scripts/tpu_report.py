@@ -19,9 +19,10 @@ from functools import partial  # noqa: E402
 from absl import flags  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from spec_jax import cli, pipeline  # noqa: E402
-from spec_jax import report as files  # noqa: E402
+from spec_jax.measure import pipeline  # noqa: E402
 from spec_jax.models.t5_sizes import config_of  # noqa: E402
+from spec_jax.run import cli  # noqa: E402
+from spec_jax.run import report as files  # noqa: E402
 from spec_jax.tpu import chips, programs, report  # noqa: E402
 
 _CONFIG = cli.define_config()

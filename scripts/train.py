@@ -12,7 +12,7 @@ import pathlib
 
 from absl import app, flags
 
-from spec_jax import cli
+from spec_jax.run import cli
 from spec_jax.training import loop, ngram
 
 _CONFIG = cli.define_config()

@@ -7,7 +7,7 @@ import sys
 
 from absl import app, flags
 
-from spec_jax.data import read_examples
+from spec_jax.text.data import read_examples
 from spec_jax.training.tokenizer import train_tokenizer
 
 INPUT = flags.DEFINE_list(

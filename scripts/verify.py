@@ -16,13 +16,15 @@ from absl import flags
 from tabulate import tabulate
 from tqdm import tqdm
 
-from spec_jax import analysis, cli, pipeline, report
+from spec_jax import analysis
 from spec_jax.drafters.build import build_drafter
 from spec_jax.exactness.checks import EPSILON, Pair, choose
 from spec_jax.exactness.greedy import greedy
 from spec_jax.exactness.rule import closed_form
 from spec_jax.exactness.sampled import Size, sampled
 from spec_jax.exactness.statistics import FAILS_BELOW, POWER
+from spec_jax.measure import pipeline
+from spec_jax.run import cli, report
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for report.json.', required=True)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spec_jax.sharding import rows_are_apart
+from spec_jax.runtime.sharding import rows_are_apart
 
 NO_POSITION = -1  # position of a slot that no query may look at
 

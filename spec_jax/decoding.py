@@ -27,11 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from spec_jax import backend, processes
 from spec_jax import cache as kv
-from spec_jax.backend import fewest_rows, jit
 from spec_jax.drafters.base import Drafter
 from spec_jax.models.base import Model, last_tokens, read_block, read_window
+from spec_jax.runtime import backend, processes
+from spec_jax.runtime.backend import fewest_rows, jit
 from spec_jax.sampling import SamplingConfig, likeliest, logits_to_probs, next_token, row_keys, split_rows
 from spec_jax.types import Cache, Context, Draft, Failure, Inputs, Output, SpecState, Stats, Verification
 from spec_jax.verification import (

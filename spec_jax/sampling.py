@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spec_jax.sharding import whole_distributions
+from spec_jax.runtime.sharding import whole_distributions
 
 _BLOCK = 128  # tokens that `sample` sums before it looks at any of them
 

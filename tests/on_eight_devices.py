@@ -19,11 +19,12 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from spec_jax import pipeline, sharding
 from spec_jax.decoding import _generate
 from spec_jax.drafters.model import ModelDrafter
+from spec_jax.measure import pipeline
 from spec_jax.models.t5 import T5, T5Config
 from spec_jax.models.t5_weights import load_t5, save_t5
+from spec_jax.runtime import sharding
 from spec_jax.sampling import GREEDY, SamplingConfig
 
 CONFIG = T5Config(

@@ -10,9 +10,10 @@ import pytest
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from spec_jax import analysis, demo, pipeline
-from spec_jax.data import Example
+from spec_jax import analysis, demo
 from spec_jax.drafters.build import build_drafter
+from spec_jax.measure import pipeline
+from spec_jax.text.data import Example
 from spec_jax.training import ngram, recipe
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -80,7 +81,7 @@ def test_a_recipe_has_every_key_that_the_scripts_read(name, monkeypatch, tmp_pat
     config = load(name, '--config.seed=3')
     assert config.seed == 3 and config.draft.kind == 'model'
     scripts = [path for name in READERS if (path := ROOT / 'scripts' / f'{name}.py').exists()]
-    for path in (*scripts, ROOT / 'spec_jax/pipeline.py'):
+    for path in (*scripts, ROOT / 'spec_jax/measure/pipeline.py'):
         assert [key for key in sorted(keys_read(path)) if lacks(config, key)] == [], path.name
     reads = keys_read(ROOT / 'spec_jax/drafters/build.py')
     assert reads >= {'path', 'counts'} and [key for key in reads if lacks(config.draft, key)] == []

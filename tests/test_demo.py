@@ -10,10 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from spec_jax import GREEDY, analysis, data, demo, pipeline
+from spec_jax import GREEDY, analysis, demo
 from spec_jax.drafters.model import ModelDrafter, check_vocabularies
+from spec_jax.measure import pipeline
 from spec_jax.models.t5_weights import load_t5
-from spec_jax.tokenizers import load_tokenizer, pieces
+from spec_jax.text import data
+from spec_jax.text.tokenizers import load_tokenizer, pieces
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -19,13 +19,15 @@ import pytest
 from jax import lax
 from safetensors.numpy import load_file
 
-from spec_jax import analysis, decoding, pipeline, report
+from spec_jax import analysis, decoding
 from spec_jax.conformance.tables import ending
 from spec_jax.decoding import generate, plain_generate
 from spec_jax.drafters.model import ModelDrafter, check_vocabularies, fit_vocabulary
 from spec_jax.exactness.rule import Chain, integrate
+from spec_jax.measure import pipeline
 from spec_jax.models.t5 import T5
 from spec_jax.models.t5_weights import load_t5
+from spec_jax.run import report
 from spec_jax.sampling import GREEDY, SamplingConfig, logits_to_probs, row_keys, sample
 from spec_jax.testing import (
     TableModel,

@@ -11,7 +11,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from spec_jax import acceptance_report, analysis, benchmark_report, plan, profiling
+from spec_jax import analysis
+from spec_jax.measure import acceptance_report, benchmark_report, plan
+from spec_jax.run import profiling
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'notebooks'
 NAMES = ('quickstart', 'paper_tables', 'choosing_gamma', 'tpu')

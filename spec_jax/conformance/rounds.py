@@ -13,7 +13,6 @@ import numpy as np
 from jax import Array, lax
 
 from spec_jax import decoding
-from spec_jax.backend import jit
 from spec_jax.conformance.results import Fault, Make, checked
 from spec_jax.conformance.tables import (
     EOS,
@@ -29,6 +28,7 @@ from spec_jax.conformance.tables import (
     table_target,
 )
 from spec_jax.drafters.base import Drafter
+from spec_jax.runtime.backend import jit
 from spec_jax.testing import TableModel
 from spec_jax.types import Draft, Output
 

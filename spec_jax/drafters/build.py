@@ -11,8 +11,6 @@ from functools import partial
 import jax
 from ml_collections import ConfigDict
 
-from spec_jax import sharding
-from spec_jax.backend import fewest_rows, rows_toll
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.model import ModelDrafter, check_vocabularies
 from spec_jax.drafters.ngram import load_ngram
@@ -20,7 +18,9 @@ from spec_jax.drafters.prompt_lookup import PromptLookup
 from spec_jax.drafters.thrifty import Thrifty
 from spec_jax.models.base import Model
 from spec_jax.models.t5_weights import load_t5
-from spec_jax.tokenizers import load_tokenizer, pieces
+from spec_jax.runtime import sharding
+from spec_jax.runtime.backend import fewest_rows, rows_toll
+from spec_jax.text.tokenizers import load_tokenizer, pieces
 
 _MEMBERS = 'init', 'propose', 'update'
 _FILES = dict(model='path', unigram='counts', bigram='counts', ngram='counts')  # PATH of KIND=PATH

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from spec_jax.backend import call_lengths, rows_toll
 from spec_jax.drafters.base import Drafter
+from spec_jax.runtime.backend import call_lengths, rows_toll
 from spec_jax.sampling import SamplingConfig
 from spec_jax.types import Context, Draft, Inputs, Verification
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from spec_jax.backend import jit
 from spec_jax.decoding import cond_fn, finish, plain_step, prefill, speculative_step, start_plain
 from spec_jax.drafters.base import Drafter
 from spec_jax.exactness.statistics import cumulative_place
 from spec_jax.models.base import Model
+from spec_jax.runtime.backend import jit
 from spec_jax.sampling import SamplingConfig, logits_to_probs
 from spec_jax.types import Cache, Context, Draft, Inputs, Output, SpecState, Stats, Verification
 

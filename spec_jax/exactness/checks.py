@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import data, pipeline
 from spec_jax.drafters.base import Drafter
 from spec_jax.exactness.statistics import Result
+from spec_jax.measure import pipeline
 from spec_jax.models.base import Model
+from spec_jax.text import data
 from spec_jax.types import Inputs
 
 # Nats between the argmax and what rounding makes of it.

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import data, pipeline
 from spec_jax.analysis import add_stats
 from spec_jax.exactness import audit
 from spec_jax.exactness.checks import (
@@ -25,8 +24,10 @@ from spec_jax.exactness.checks import (
     width,
     with_sampling,
 )
+from spec_jax.measure import pipeline
 from spec_jax.models.base import Model
 from spec_jax.sampling import row_keys
+from spec_jax.text import data
 from spec_jax.types import Output, Stats
 
 

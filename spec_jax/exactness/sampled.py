@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from spec_jax import pipeline
 from spec_jax.analysis import add_stats
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.exactness import audit, statistics
 from spec_jax.exactness.checks import Check, Pair, Progress, silent, to_inputs, width, with_sampling
+from spec_jax.measure import pipeline
 from spec_jax.models.base import Model
 from spec_jax.sampling import row_keys
 from spec_jax.types import Failure, Inputs, Output, SpecState, Stats

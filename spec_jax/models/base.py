@@ -13,7 +13,7 @@ from typing import Protocol
 import jax.numpy as jnp
 from jax import Array
 
-from spec_jax.backend import fewest_rows
+from spec_jax.runtime.backend import fewest_rows
 from spec_jax.types import Cache, Context, Inputs
 
 

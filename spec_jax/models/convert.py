@@ -13,10 +13,10 @@ import shutil
 import numpy as np
 from tqdm import tqdm
 
-from spec_jax import checkpoints
 from spec_jax.models import hf_folder, t5_hf, t5_orbax
 from spec_jax.models.t5_stored import StoredT5, checked_dtype, leaf_shapes
 from spec_jax.models.t5_weights import open_t5
+from spec_jax.training import checkpoints
 
 FORMATS = ('hf', 'orbax')
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from spec_jax.backend import apart, better_row_by_row, filled_rows, panels
+from spec_jax.runtime.backend import apart, better_row_by_row, filled_rows, panels
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))

@@ -21,9 +21,9 @@ from flax import nnx
 from jax import Array
 
 from spec_jax import cache as kv
-from spec_jax.backend import most_fused, platform
 from spec_jax.models.layers import MLP, Attention, RMSNorm, einsum, project, to_panels
-from spec_jax.sharding import mesh_in_use
+from spec_jax.runtime.backend import most_fused, platform
+from spec_jax.runtime.sharding import mesh_in_use
 from spec_jax.types import Inputs, Params
 
 ACTIVATIONS = {'relu': jax.nn.relu, 'gelu': partial(jax.nn.gelu, approximate=True)}  # GELU's tanh form

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from tabulate import tabulate
 
-from spec_jax.backend import tracing_for
 from spec_jax.decoding import prefill
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.models.t5 import T5Config
+from spec_jax.runtime.backend import tracing_for
 from spec_jax.tpu.chips import CHIPS
 from spec_jax.tpu.programs import shapes
 from spec_jax.types import Inputs

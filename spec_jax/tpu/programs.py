@@ -24,10 +24,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from spec_jax import backend, decoding, sharding
+from spec_jax import decoding
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.models.base import read_block
 from spec_jax.models.t5 import T5, T5Config
+from spec_jax.runtime import backend, sharding
 from spec_jax.sampling import SamplingConfig
 from spec_jax.tpu import chips
 from spec_jax.tpu.hlo import Program

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from spec_jax import analysis
-from spec_jax.benchmark_report import PAPER
+from spec_jax.measure.benchmark_report import PAPER
 from spec_jax.models.t5_sizes import size_of
 from spec_jax.tpu import chips, programs
 from spec_jax.tpu.programs import PROGRAMS, Setup

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from spec_jax import data
-from spec_jax.journal import Journal
 from spec_jax.models.t5 import T5
-from spec_jax.report import make_workdir, write_text
+from spec_jax.run.journal import Journal
+from spec_jax.run.report import make_workdir, write_text
 from spec_jax.sampling import SamplingConfig
+from spec_jax.text import data
 from spec_jax.training import evaluation
 
 

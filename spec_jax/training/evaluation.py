@@ -14,10 +14,10 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from spec_jax import data, metrics
 from spec_jax.decoding import plain_generate
 from spec_jax.models.t5 import T5
 from spec_jax.sampling import GREEDY, SamplingConfig, row_keys
+from spec_jax.text import data, metrics
 from spec_jax.training.recipe import files
 from spec_jax.training.train import batch_loss
 from spec_jax.types import Inputs

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from spec_jax.data import Pairs
 from spec_jax.models.t5 import T5
-from spec_jax.report import write_text
+from spec_jax.run.report import write_text
+from spec_jax.text.data import Pairs
 
 
 class History:

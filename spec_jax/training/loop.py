@@ -14,12 +14,12 @@ import optax
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from spec_jax import checkpoints, data
 from spec_jax.models.t5 import T5
 from spec_jax.models.t5_weights import load_t5, save_t5
-from spec_jax.report import make_workdir
-from spec_jax.tokenizers import load_tokenizer
-from spec_jax.training import train
+from spec_jax.run.report import make_workdir
+from spec_jax.text import data
+from spec_jax.text.tokenizers import load_tokenizer
+from spec_jax.training import checkpoints, train
 from spec_jax.training.evaluation import Validation, describe_scores, never, read_pairs
 from spec_jax.training.history import History
 from spec_jax.training.recipe import check_recipe, files, model_config

@@ -25,7 +25,6 @@ import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from spec_jax import data
 from spec_jax.drafters.ngram import (
     FILE_NAME,
     LevelCounts,
@@ -35,8 +34,9 @@ from spec_jax.drafters.ngram import (
     make_drafter,
     save_ngram,
 )
-from spec_jax.report import make_workdir, write_text
-from spec_jax.tokenizers import load_tokenizer, pieces
+from spec_jax.run.report import make_workdir, write_text
+from spec_jax.text import data
+from spec_jax.text.tokenizers import load_tokenizer, pieces
 from spec_jax.training.recipe import files
 
 _KEYS = {'recipe', 'tokenizer', 'data', 'order', 'min_counts', 'max_successors'}

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from spec_jax.data import TrainingBatch
 from spec_jax.models.t5 import T5
+from spec_jax.text.data import TrainingBatch
 from spec_jax.training.losses import cross_entropy, distillation
 from spec_jax.types import Inputs
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import backend, decoding, generate, plain_generate
-from spec_jax.backend import call_lengths
+from spec_jax import decoding, generate, plain_generate
 from spec_jax.drafters import thrifty
 from spec_jax.drafters.thrifty import Thrifty, best_length, outspoken
+from spec_jax.runtime import backend
+from spec_jax.runtime.backend import call_lengths
 from spec_jax.sampling import GREEDY, row_keys
 from spec_jax.testing import ModelWrapper, ScriptedDrafter, TableModel, prompts
 from spec_jax.types import Context, Verification

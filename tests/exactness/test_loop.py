@@ -15,7 +15,7 @@ from spec_jax.exactness import audit
 from spec_jax.exactness.checks import Pair, choose, to_inputs
 from spec_jax.exactness.greedy import greedy
 from spec_jax.exactness.sampled import Size, sampled
-from spec_jax.pipeline import Settings
+from spec_jax.measure.pipeline import Settings
 from spec_jax.sampling import SamplingConfig
 from spec_jax.testing import ScriptedDrafter, TableModel
 from spec_jax.types import Output, Stats

@@ -9,7 +9,8 @@ import textwrap
 
 from absl import flags
 
-from spec_jax import cli, pipeline  # noqa: F401  the one forked.py runs, the other it imports before it forks
+from spec_jax.measure import pipeline  # noqa: F401  the one forked.py runs, the other it imports before it forks
+from spec_jax.run import cli  # noqa: F401  the one forked.py runs, the other it imports before it forks
 
 # Where a fault is planted, and what it puts in place of what.
 FAULTS = {

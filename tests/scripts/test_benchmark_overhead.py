@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tiny import LINES, PAIR, assert_refused, runner, save_models
 
-from spec_jax import overhead
-from spec_jax.backend import rows_toll
-from spec_jax.report import KEYS
+from spec_jax.measure import overhead
+from spec_jax.run.report import KEYS
+from spec_jax.runtime.backend import rows_toll
 from spec_jax.types import Inputs
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny import LINES, PAIR, assert_refused, runner, save_models
 
-from spec_jax.report import KEYS
+from spec_jax.run.report import KEYS
 
 
 @pytest.fixture(scope='module')

@@ -11,12 +11,12 @@ import pytest
 from flax import nnx
 from tiny import LINES, PAIR, ROOT, runner, write_tokenizer
 
-from spec_jax import comparison
-from spec_jax.comparison import Answer, Prompt
+from spec_jax.measure import comparison
+from spec_jax.measure.comparison import Answer, Prompt
 from spec_jax.models import t5_widen
 from spec_jax.models.t5 import T5
 from spec_jax.models.t5_weights import save_t5
-from spec_jax.report import KEYS
+from spec_jax.run.report import KEYS
 from spec_jax.types import Inputs
 
 SCRIPT = ROOT / 'scripts/compare_transformers.py'
@@ -40,7 +40,7 @@ import importlib.util
 import os
 import sys
 from absl import flags
-from spec_jax import cli
+from spec_jax.run import cli
 from spec_jax.models import t5_widen
 from spec_jax.models.t5 import T5Config
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])

@@ -10,8 +10,8 @@ import pytest
 from ml_collections import ConfigDict
 from tiny import LINES, PAIR, ROOT, assert_refused, runner, save_models
 
-from spec_jax import pipeline
-from spec_jax.journal import Journal
+from spec_jax.measure import pipeline
+from spec_jax.run.journal import Journal
 
 
 @pytest.fixture(scope='module')

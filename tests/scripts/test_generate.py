@@ -7,7 +7,7 @@ import pytest
 from tiny import LINES, PAIR, WORDS, assert_refused, make_model, runner, write_tokenizer
 
 from spec_jax.models.t5_weights import save_t5
-from spec_jax.report import KEYS
+from spec_jax.run.report import KEYS
 
 
 @pytest.fixture(scope='module')

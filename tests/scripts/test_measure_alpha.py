@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny import PAIR, assert_refused, runner, save_models
 
-from spec_jax.report import KEYS
+from spec_jax.run.report import KEYS
 
 LINES = ['a b c', 'd', '', 'e f g h i j', 'b b b b b b b b b b b b', 'k l', 'm a']
 SAYS_A = '''

@@ -6,11 +6,11 @@ import json
 import pytest
 from tiny import LINES, ROOT, run_forked, save_models
 
-from spec_jax import profiling
-from spec_jax.report import KEYS
+from spec_jax.run import profiling
+from spec_jax.run.report import KEYS
 
 LEAKY = """
-from spec_jax import pipeline
+from spec_jax.measure import pipeline
 from spec_jax.drafters.prompt_lookup import PromptLookup
 
 def build(config, target, tokenizer):

@@ -10,7 +10,7 @@ import re
 import pytest
 from tiny import HERE, assert_refused, runner, save_models
 
-from spec_jax.report import KEYS
+from spec_jax.run.report import KEYS
 
 RULE = ['--config.verify.greedy_prompts=0', '--config.verify.samples=0']
 LOOP = ['--config.verify.rule=False']

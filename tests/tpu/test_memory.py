@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spec_jax.backend import tracing_for
 from spec_jax.decoding import prefill
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.models.t5 import T5, T5Config
 from spec_jax.models.t5_sizes import sized
+from spec_jax.runtime.backend import tracing_for
 from spec_jax.sampling import row_keys
 from spec_jax.tpu import memory
 from spec_jax.types import Inputs

@@ -3,9 +3,9 @@ import json
 import pytest
 from conftest import SOURCES
 
-from spec_jax.data import Example
 from spec_jax.models.t5_weights import load_t5
-from spec_jax.tokenizers import load_tokenizer
+from spec_jax.text.data import Example
+from spec_jax.text.tokenizers import load_tokenizer
 from spec_jax.training import distillation
 from spec_jax.training.evaluation import Translation
 

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from tiny import ROOT, run_forked
 
 from spec_jax.drafters.ngram import load_ngram, make_drafter, read_ngram
-from spec_jax.tokenizers import load_tokenizer, pieces
+from spec_jax.text.tokenizers import load_tokenizer, pieces
 from spec_jax.training.ngram import count_ngrams, cross_entropy, describe, read_texts, train_ngram
 
 EOS = 1

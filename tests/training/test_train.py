@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from spec_jax import data
 from spec_jax.models.t5_weights import load_t5
-from spec_jax.tokenizers import load_tokenizer
+from spec_jax.text import data
+from spec_jax.text.tokenizers import load_tokenizer
 from spec_jax.training import evaluation, loop, losses, train
 from spec_jax.training.history import History
 from spec_jax.types import Inputs

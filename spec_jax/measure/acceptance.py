@@ -1,0 +1,324 @@
+"""alpha of any draft along texts that the target wrote: the paper's Table 3, without a speculative run.
+
+At every place of a text of the target's own, the drafter guesses one token behind the text so far, one target
+call over [newest, guess] gives p, and the text goes on with the target's token, whatever the guess was:
+
+    text so far    Ich habe ein          the target's next token: Messer
+    q              Buch .5  Messer .3  Haus .2
+    p              Buch .2  Messer .7  Haus .1          sum min(p, q) = .2 + .3 + .1
+
+    alpha = the mean of sum_x min(p(x), q(x)) over the places of all texts
+
+A speculative run tests some of these places only, and those behind a rejection are not among them, so its
+`Stats` give a figure near to this one and not the same.
+
+Source: Leviathan, Kalman and Matias 2023, arXiv 2211.17192v2, sections 3.1 and 4.2, appendix A.5.
+
+Axes: B rows, N places of a text, Z leniences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from spec_jax import analysis, verification
+from spec_jax import cache as kv
+from spec_jax.decoding import check_draft, cond_fn, failures, prefill, raise_on_failure
+from spec_jax.drafters.base import Drafter
+from spec_jax.measure import pipeline
+from spec_jax.models.base import Model, read_block
+from spec_jax.run.journal import Journal
+from spec_jax.runtime.backend import jit
+from spec_jax.sampling import SamplingConfig, logits_to_probs, split_rows
+from spec_jax.types import Context, Draft, Inputs, SpecState, Verification
+from spec_jax.verification import lenient_bound
+
+LENIENCES = (1.0, 0.5, 0.3, 0.1)  # Table 5; 1 is exact, the others are LOSSY
+GAMMAS = (3, 5, 7)  # of Table 2
+_RESAMPLES = 2000
+_BATCHES_AT_ONCE = 16  # texts are decoded so many batches at a time, until there are enough tokens
+
+
+@flax.struct.dataclass
+class Overlaps:
+    """What is counted along the texts, per row.
+
+    Attributes:
+      tokens: [B] int32, places looked at: the tokens of the text, EOS included.
+      proposed: [B] int32, at how many of them the drafter had a token to give.
+      overlap: [B, Z] float32, the sum over the places of sum_x min(p(x) / l, q(x)), for each lenience l;
+        a place without a guess adds nothing.
+      failed: [B] int32, bits of `Failure`; 0 where all went well.
+    """
+
+    tokens: Array
+    proposed: Array
+    overlap: Array
+    failed: Array
+
+
+def measure(
+    target: Model,
+    drafter: Drafter,
+    inputs: Inputs,
+    texts: Array,
+    length: Array,
+    keys: Array,
+    *,
+    sampling: SamplingConfig,
+    leniences: Sequence[float] = (1.0,),
+) -> Overlaps:
+    """How far draft and target agree along given texts; one compiled loop, one token a round.
+
+    Compiled once per shape of `inputs` and `texts`, sampling and leniences.
+
+    Args:
+      target: the model that wrote the texts.
+      drafter: any drafter; it proposes with gamma = 1 and is told of each token as of a rejected guess.
+      inputs: the prompts that the texts answer.
+      texts: [B, N] int32, the target's output, as `Output.tokens`.
+      length: [B] int32, tokens of each row that count, 0 .. N.
+      keys: [B] PRNG keys, for drafters that sample.
+      sampling: how logits become p and q; the one that the texts were written with.
+      leniences: each in (0, 1]; 1 is exact, all others LOSSY (`verification.lenient_bound`).
+
+    Raises:
+      ValueError: for texts or lengths that do not fit, a lenience out of range, or a draft of wrong shapes.
+      FloatingPointError: where the target gave NaN, or the draft probabilities or tokens that are none.
+    """
+    batch, size = inputs.tokens.shape[0], texts.shape[-1]
+    if texts.shape != (batch, size) or length.shape != (batch,) or np.max(length, initial=0) > size:
+        raise ValueError(
+            f'texts: expected {batch} rows with lengths up to their width, got texts {texts.shape} and lengths '
+            f'{length.shape} up to {np.max(length, initial=0)}; give both as plain_generate returned them'
+        )
+    for lenience in leniences:
+        if not 0 < lenience <= 1:
+            raise ValueError(f'leniences: expected numbers in (0, 1], got {lenience}; 1 is exact')
+    how = dict(sampling=sampling, leniences=tuple(leniences))
+    return raise_on_failure(_measure(target, drafter, inputs, texts, length, keys, **how))
+
+
+@jit(static_argnames=('sampling', 'leniences'))
+def _measure(target, drafter, inputs, texts, length, keys, *, sampling, leniences) -> Overlaps:
+    state = prefill(target, drafter, inputs, keys, gamma=1, max_new_tokens=texts.shape[1])
+    state = state.replace(done=state.done | (length == 0))
+    zero = jnp.zeros_like(length)
+    sums = Overlaps(zero, zero, jnp.zeros((len(length), len(leniences))), zero)
+
+    def body_fn(walk):
+        state, sums = walk
+        own = texts[:, state.round]  # all unfinished rows stand at the same place
+        return _step(target, drafter, state, sums, own, length, sampling, leniences)
+
+    return lax.while_loop(lambda walk: cond_fn(walk[0]), body_fn, (state, sums))[1]
+
+
+def _step(target, drafter, state, sums, own, length, sampling, leniences) -> tuple[SpecState, Overlaps]:
+    """One place: guess, score the guess in one target call, add up, go on with the target's own token [B]."""
+    context = state.context
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, state.round))(state.keys)
+    draft, draft_state = drafter.propose(
+        state.draft_state, context, split_rows(keys, 2)[0], 1, sampling, target.vocab_size
+    )
+    check_draft(draft, own.shape[0], 1, target.vocab_size)
+
+    hidden, target_cache = read_block(target, state.target_cache, context, draft.tokens)
+    logits = target.logits(hidden)
+    p = logits_to_probs(logits, sampling)  # [B, 2, V]
+
+    failed = jnp.where(state.done, 0, failures(jnp.isnan(p[..., 0]).any(-1), draft, p.shape[-1]))
+    active = ~state.done & (failed == 0)
+    proposed = active & (draft.length > 0)
+    overlap = _overlaps(p[:, :1], logits[:, :1], draft, sampling, leniences)
+    sums = Overlaps(
+        tokens=sums.tokens + active,
+        proposed=sums.proposed + proposed,
+        overlap=sums.overlap + jnp.where(proposed[:, None], overlap, 0.0),
+        failed=sums.failed | failed,
+    )
+    # Written token by token: a drafter is never shown what the target has yet to say.
+    context = Context(kv.write(context.tokens, own[:, None], context.length, axis=1), context.length + active)
+    verified = Verification(jnp.zeros_like(own), jnp.stack([own, own], axis=1))
+    state = state.replace(
+        context=context,
+        done=~active | (context.length > length),
+        round=state.round + 1,
+        target_cache=target.rollback(target_cache, context.length - 1),
+        draft_state=drafter.update(draft_state, context, verified, hidden),
+    )
+    return state, sums
+
+
+def _overlaps(p: Array, logits: Array, draft: Draft, sampling: SamplingConfig, leniences) -> Array:
+    """sum min(p / l, q) [B, Z] of p [B, 1, V] with a draft of one token (appendix A.5)."""
+    bounds = [p if one == 1 else lenient_bound(p, logits, sampling, one) for one in leniences]
+    return jnp.concatenate([verification.overlap(bound, draft) for bound in bounds], axis=1)
+
+
+# --- files of texts -----------------------------------------------------------------------------------------
+
+
+def target_texts(
+    target: Model,
+    sources: list[np.ndarray],
+    settings: pipeline.Settings,
+    num_tokens: int,
+    progress=iter,
+    journal: Journal | None = None,
+) -> dict[int, np.ndarray]:
+    """The target's own output for the first lines, as many as give `num_tokens` tokens, or for all lines.
+
+    Args:
+      target: the model.
+      sources: int32 [S] each, ending in EOS.
+      settings: how to decode; gamma plays no part.
+      num_tokens: stop behind the text that reaches so many; 0 takes all lines.
+      progress: wraps a list of batches.
+      journal: keeps the texts that are done.
+
+    Returns:
+      int32 ids by line, EOS included; lines without an output are left out.
+    """
+    program = pipeline.plain_program(target, settings)
+    texts, total, step = {}, 0, settings.batch_size * _BATCHES_AT_ONCE
+    for start in range(0, len(sources), step):
+        some = _only(sources, range(start, start + step))
+        decoded = pipeline.decode_lines(some, settings, program, progress, journal)
+        for line in range(start, min(start + step, len(sources))):
+            if 0 < num_tokens <= total:
+                return texts
+            if len(decoded.ids[line]):
+                texts[line] = decoded.ids[line]
+                total += len(decoded.ids[line])
+    return texts
+
+
+def measure_lines(
+    target: Model,
+    drafter: Drafter,
+    sources: list[np.ndarray],
+    texts: dict[int, np.ndarray],
+    settings: pipeline.Settings,
+    leniences: Sequence[float],
+    progress=iter,
+    journal: Journal | None = None,
+) -> list[dict[str, Any]]:
+    """`measure` for each text.
+
+    Args:
+      target: the model that wrote the texts.
+      drafter: the draft.
+      sources: of all lines.
+      texts: from `target_texts`.
+      settings: those that the texts were written with.
+      leniences: see `measure`.
+      progress: wraps a list of batches.
+      journal: keeps the lines that are done; they are not measured again.
+
+    Returns:
+      Records in the order of `texts`: tokens, proposed, and overlap, a list by lenience.
+    """
+    records = {} if journal is None else journal.records
+    due = _only(sources, [line for line in texts if line not in records])
+    for batch, inputs, keys in progress(list(pipeline.batches(due, settings))):
+        lines = [int(line) for line in batch.rows]
+        rows = [texts.get(line, np.zeros(0, np.int32)) for line in lines]
+        tokens = np.stack([np.pad(row, (0, settings.max_new_tokens - len(row))) for row in rows])
+        length = np.array([len(row) for row in rows], np.int32)
+        sums = measure(
+            target,
+            drafter,
+            inputs,
+            jnp.asarray(tokens),
+            jnp.asarray(length),
+            keys,
+            sampling=settings.sampling,
+            leniences=leniences,
+        )
+        new = {line: record for line, record in zip(lines, _records(sums), strict=True) if line >= 0}
+        if journal is None:
+            records |= new
+        else:
+            journal.add(list(new), list(new.values()))
+    return [records[line] for line in texts]
+
+
+def _only(sources: Sequence[np.ndarray], lines: Iterable[int]) -> list[np.ndarray]:
+    """The sources with all other lines empty (EOS alone), so that lines keep their numbers and their keys."""
+    kept = set(lines)
+    return [ids if line in kept else ids[-1:] for line, ids in enumerate(sources)]
+
+
+def _records(sums: Overlaps) -> list[dict[str, Any]]:
+    columns = [np.asarray(column).tolist() for column in (sums.tokens, sums.proposed, sums.overlap)]
+    return [
+        dict(zip(('tokens', 'proposed', 'overlap'), row, strict=True)) for row in zip(*columns, strict=True)
+    ]
+
+
+# --- figures ------------------------------------------------------------------------------------------------
+
+
+def figures(records: Sequence[dict[str, Any]], leniences: Sequence[float], seed: int = 0) -> dict[str, Any]:
+    """What the records of `measure_lines` come to.
+
+    Args:
+      records: a text each, at least one.
+      leniences: those that were measured, 1 first.
+      seed: of the bootstrap.
+
+    Returns:
+      alpha, with the ends `low` and `high` of its 95% interval (None for a single text); tokens and texts
+      that it was measured over; coverage, the share of places with a guess; expected_tokens, tokens per
+      target call by gamma (Equation 1, which takes places as independent); lenience, LOSSY alpha by l.
+    """
+    tokens = np.array([record['tokens'] for record in records])
+    overlap = np.array([record['overlap'] for record in records])  # [texts, Z]
+    total = int(tokens.sum())
+    alphas = (overlap.sum(0) / total).tolist()
+    low, high = bootstrap_interval(overlap[:, 0], tokens, seed)
+    return dict(
+        alpha=alphas[0],
+        low=low,
+        high=high,
+        tokens=total,
+        texts=len(records),
+        coverage=sum(record['proposed'] for record in records) / total,
+        expected_tokens={
+            str(gamma): float(analysis.expected_tokens(min(alphas[0], 1.0), gamma)) for gamma in GAMMAS
+        },
+        lenience={f'{lenience:g}': alpha for lenience, alpha in zip(leniences, alphas, strict=True)},
+    )
+
+
+def bootstrap_interval(
+    sums: np.ndarray, counts: np.ndarray, seed: int = 0, level: float = 0.95
+) -> tuple[float | None, float | None]:
+    """The interval of sums.sum() / counts.sum() from texts drawn again with replacement (percentiles).
+
+    Whole texts are drawn, since the places of one text are not independent.
+
+    Args:
+      sums: [texts] float.
+      counts: [texts] int.
+      seed: of the draws.
+      level: mass of the interval.
+
+    Returns:
+      Its ends; None and None for fewer than two texts.
+    """
+    if len(sums) < 2:
+        return None, None
+    generator = np.random.default_rng(seed)
+    drawn = generator.integers(len(sums), size=(_RESAMPLES, len(sums)))
+    ratios = sums[drawn].sum(1) / counts[drawn].sum(1)
+    low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)

@@ -1,0 +1,1 @@
+"""What a run needs around its work: a command line, a workdir with a report and a journal, a profile."""

@@ -1,0 +1,1 @@
+"""All that knows a platform, a mesh or another process."""

@@ -1,0 +1,169 @@
+"""Where weights and rows lie over the devices of a mesh; XLA's partitioner does the rest.
+
+    sharding.use_mesh(data=2, model=4)
+    target = sharding.shard(load_t5(folder, place=sharding.placer()).for_decoding())
+    inputs = Inputs(sharding.by_row(tokens), sharding.by_row(mask))
+
+`data` splits the rows of a batch, `model` the heads, the feed-forward width and the vocabulary. Keys and values are
+made by head and so their caches lie by head; a layer adds up its parts after each attention and after the
+feed-forward block, and no weight travels. A mesh of 1 x 1 is one device, and nothing here does anything.
+
+Axes: B rows, V vocabulary, D model width, H heads, K head width, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from spec_jax.runtime import processes
+
+DATA, MODEL = 'data', 'model'
+P = PartitionSpec
+
+# A parameter's path, and how it is split: by the first choice that divides, and not at all where none does.
+_RULES = (
+    (r'embedding', P(MODEL), P(None, MODEL)),  # [V, D]
+    (r'head', P(None, MODEL), P(MODEL)),  # [D, V]
+    (r'.*attention\.fused', P(None, None, MODEL)),  # [D, 3, H, K]
+    (r'.*attention\.(query|key|value)', P(None, MODEL)),  # [D, H, K]
+    (r'.*attention\.out', P(MODEL)),  # [H, K, D]
+    (r'.*mlp\.fused', P(None, None, MODEL)),  # [D, 2, F]
+    (r'.*mlp\.(gate|up)', P(None, MODEL)),  # [D, F]
+    (r'.*mlp\.down', P(MODEL)),  # [F, D]
+    (r'.*norm\.scale|.*bias\.table', P()),  # [D], [buckets, H]: small
+)
+
+
+def mesh_sizes(config: Mapping[str, Any] | None) -> tuple[int, int]:
+    """`data` and `model` of a recipe's `mesh` section; 1 and 1 where it has none.
+
+    Raises:
+      ValueError: for a size that is no integer from 1 on.
+    """
+    sizes = [(config or {}).get(name, 1) for name in (DATA, MODEL)]
+    for name, size in zip((DATA, MODEL), sizes, strict=True):
+        if type(size) is not int or size < 1:
+            raise ValueError(f'mesh.{name}: expected an integer >= 1, got {size!r}')
+    return tuple(sizes)
+
+
+def use_mesh(data: int = 1, model: int = 1) -> None:
+    """From here on weights and rows are placed on a mesh of data x model devices, and programs compiled for it.
+
+    Raises:
+      ValueError: there are no such devices.
+    """
+    devices, number = jax.devices(), data * model
+    if jax.process_count() > 1:
+        fits, expected = number == len(devices), f'be {len(devices)}, all devices of the processes'
+    else:
+        fits, expected = len(devices) % number == 0, f'divide {len(devices)}, the number of devices'
+    if not fits:
+        raise ValueError(
+            f'mesh: expected data x model to {expected}; got {data} x {model} = {number}: change one'
+        )
+    if number > 1:
+        kinds = (AxisType.Auto, AxisType.Auto)
+        jax.set_mesh(jax.make_mesh((data, model), (DATA, MODEL), kinds, devices=devices[:number]))
+    elif mesh_in_use() is not None:
+        jax.set_mesh(None)
+
+
+def mesh_in_use() -> Mesh | None:
+    """The mesh of `use_mesh`, or of `jax.set_mesh` with the same two axes; None for one device."""
+    mesh = jax.sharding.get_mesh()
+    return mesh if mesh.axis_names == (DATA, MODEL) else None
+
+
+def placer() -> Callable[[tuple, np.ndarray], Array] | None:
+    """A function (path, weight) -> the weight on the mesh, each device and each process taking its part alone."""
+    mesh = mesh_in_use()
+    if mesh is None:
+        return None
+    return lambda path, weight: _put(weight, _sharding(mesh, path, weight.shape))
+
+
+def shard(model: flax.struct.PyTreeNode) -> flax.struct.PyTreeNode:
+    """The model with every weight where the rules want it, of whatever it was computed."""
+    mesh = mesh_in_use()
+    if mesh is None:
+        return model
+    leaves = {
+        path: leaf.replace(jax.device_put(leaf[...], _sharding(mesh, path, leaf.shape)))
+        for path, leaf in nnx.to_flat_state(model.params)
+    }
+    return model.replace(params=nnx.from_flat_state(leaves))
+
+
+def by_row(array: np.ndarray) -> Array:
+    """An array [B, ...] of a batch, its rows split over `data`; whole on every device where they do not divide."""
+    mesh = mesh_in_use()
+    if mesh is None:
+        return jnp.asarray(array)
+    if array.shape[0] % mesh.shape[DATA]:
+        _warn(
+            f'mesh.data = {mesh.shape[DATA]} does not divide a batch of {array.shape[0]} rows: every device '
+            'decodes all of them'
+        )
+        return _put(array, NamedSharding(mesh, P()))
+    return _put(array, NamedSharding(mesh, P(DATA)))
+
+
+def rows_are_apart() -> bool:
+    """Whether the program being traced is for a mesh over which rows may be split."""
+    return dict(jax.sharding.get_abstract_mesh().shape).get(DATA, 1) > 1
+
+
+def whole_distributions(x: Array) -> Array:
+    """x [..., V], in the program being traced, with all of V on every device that has the row.
+
+    One exchange, where what follows would have one for each of many sums over V.
+    """
+    if dict(jax.sharding.get_abstract_mesh().shape).get(MODEL, 1) == 1:
+        return x
+    return lax.with_sharding_constraint(x, P(*[P.UNCONSTRAINED] * (x.ndim - 1), None))
+
+
+def partition_spec(path: tuple, shape: tuple[int, ...], size: int) -> PartitionSpec:
+    """How a parameter is split over a `model` axis of the given size.
+
+    Args:
+      path: as of `nnx.to_flat_state`, such as ('decoder', 0, 'self_attention', 'query').
+      shape: of the parameter.
+      size: devices along `model`.
+    """
+    name = '.'.join(map(str, path))
+    specs = next(specs for pattern, *specs in _RULES if re.fullmatch(pattern, name))
+    for spec in specs:
+        if all(axis is None or length % size == 0 for axis, length in zip(spec, shape, strict=False)):
+            return spec
+    kind = re.search(r'attention|mlp|embedding|head', name)[0]
+    length = shape[len(specs[0]) - 1]
+    _warn(f'mesh.model = {size} does not divide {length}: {kind} weights stand whole on every device')
+    return P()
+
+
+def _sharding(mesh: Mesh, path: tuple, shape: tuple[int, ...]) -> NamedSharding:
+    return NamedSharding(mesh, partition_spec(path, shape, mesh.shape[MODEL]))
+
+
+def _put(array: np.ndarray, sharding: NamedSharding) -> Array:
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+@functools.cache  # once is enough
+def _warn(message: str) -> None:
+    if processes.is_first():
+        print(f'WARNING: {message}', file=sys.stderr)
