@@ -22,8 +22,7 @@ from flax import nnx
 from spec_jax.models import hf_folder, t5_hf
 from spec_jax.models.hf_folder import PARAMS
 from spec_jax.models.t5 import T5, T5Config
-from spec_jax.models.t5_stored import checked_dtype, dotted, leaf_paths, leaf_shapes
-from spec_jax.models.t5_weights import to_be_saved
+from spec_jax.models.t5_stored import checked_dtype, dotted, leaf_paths, leaf_shapes, to_be_saved
 from spec_jax.models.zarr_folder import Arrays, shortly
 
 _CHUNK = 2**24  # bytes: what a host reads at the borders of its shards, it reads in vain

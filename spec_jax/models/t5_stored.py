@@ -8,13 +8,14 @@ A parameter's name is its path in the model with dots between, such as `decoder.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spec_jax.models.t5 import T5Config, T5Module
+from spec_jax.models.t5 import T5, T5Config, T5Module
 
 
 class StoredT5(Protocol):
@@ -47,6 +48,17 @@ def leaf_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
 def dotted(path: tuple) -> str:
     """('decoder', 0, 'mlp', 'up') -> 'decoder.0.mlp.up'."""
     return '.'.join(map(str, path))
+
+
+def to_be_saved(model: T5, dtype) -> tuple[Callable[[str], np.ndarray], np.dtype]:
+    """A function that gives a parameter by name, and the dtype to store it in, by default the parameters'."""
+    if model.config.fused is not None:
+        raise ValueError(
+            'expected a T5 as it was loaded or trained, got one made `for_decoding`; save the former'
+        )
+    leaves = {dotted(path): leaf for path, leaf in nnx.to_flat_state(model.params)}
+    dtype = checked_dtype(leaves['embedding'].dtype if dtype is None else dtype)
+    return lambda name: np.asarray(leaves[name][...]), dtype
 
 
 def checked_dtype(dtype) -> np.dtype:

@@ -20,7 +20,7 @@ from flax import nnx
 
 from spec_jax.models import hf_folder, t5_hf, t5x
 from spec_jax.models.t5 import T5
-from spec_jax.models.t5_stored import StoredT5, checked_dtype, dotted, leaf_paths
+from spec_jax.models.t5_stored import StoredT5, checked_dtype, dotted, leaf_paths, to_be_saved
 
 Place = Callable[[tuple, np.ndarray], jax.Array]
 
@@ -71,17 +71,6 @@ def save_t5(model: T5, folder: str | os.PathLike, dtype=None, max_shard_size: in
         t5_hf.write(staging, model.config, dtype, read, max_shard_size)
 
 
-def to_be_saved(model: T5, dtype) -> tuple[Callable[[str], np.ndarray], np.dtype]:
-    """A function that gives a parameter by name, and the dtype to store it in, by default the parameters'."""
-    if model.config.fused is not None:
-        raise ValueError(
-            'expected a T5 as it was loaded or trained, got one made `for_decoding`; save the former'
-        )
-    leaves = {dotted(path): leaf for path, leaf in nnx.to_flat_state(model.params)}
-    dtype = checked_dtype(leaves['embedding'].dtype if dtype is None else dtype)
-    return lambda name: np.asarray(leaves[name][...]), dtype
-
-
 def open_t5(folder: pathlib.Path, d_kv: int | None = None) -> StoredT5:
     """The T5 in a folder, its parameters yet to be read.
 
@@ -95,7 +84,7 @@ def open_t5(folder: pathlib.Path, d_kv: int | None = None) -> StoredT5:
     if t5x.is_t5x(folder):
         return t5x.T5X(folder, d_kv)
     if (folder / hf_folder.PARAMS).is_dir():
-        from spec_jax.models import t5_orbax  # slow to import, and most runs have no need of it
+        from spec_jax.models import t5_orbax  # Orbax is slow to import, and most runs have no need of it
 
         return t5_orbax.OrbaxT5(folder)
     if not (folder / hf_folder.CONFIG).exists() and not any(folder.glob('*.safetensors')):
