@@ -16,7 +16,7 @@ from tqdm import tqdm
 from spec_jax.models import hf_folder, t5_hf, t5_orbax
 from spec_jax.models.t5_stored import StoredT5, checked_dtype, leaf_shapes
 from spec_jax.models.t5_weights import open_t5
-from spec_jax.training import checkpoints
+from spec_jax.text.tokenizers import tokenizer_files
 
 FORMATS = ('hf', 'orbax')
 
@@ -69,7 +69,7 @@ def convert(
             bar.update()
             return stored.read(name)
 
-        for path in checkpoints.tokenizer_files(folder):
+        for path in tokenizer_files(folder):
             shutil.copyfile(path, staging / path.name)
         if form == 'hf':
             t5_hf.write(staging, stored.config, dtype, read, max_shard_size)

@@ -20,9 +20,10 @@ import ml_dtypes  # noqa: F401  teaches NumPy, and so safetensors, bfloat16
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from spec_jax.text.tokenizers import TOKENIZER_FILES
+
 CONFIG, WEIGHTS, INDEX = 'config.json', 'model.safetensors', 'model.safetensors.index.json'
 PARAMS = 'params'  # in place of safetensors, an Orbax checkpoint (`t5_orbax.py`)
-_TOKENIZER = ('spiece.model', '*token*.json')  # tokenizer.json, special_tokens_map.json and their like
 _KINDS = {'float32': 'F32', 'bfloat16': 'BF16'}  # NumPy's names, and safetensors'
 _HUB_ID = re.compile(r'\w[\w.-]*(/\w[\w.-]*)?')
 
@@ -50,7 +51,7 @@ def fetch(source: str | os.PathLike, revision: str | None = None) -> pathlib.Pat
     # Slow to import, and most runs have their models at hand.
     from huggingface_hub import errors, snapshot_download
 
-    patterns = [CONFIG, '*.safetensors', INDEX, *_TOKENIZER]
+    patterns = [CONFIG, '*.safetensors', INDEX, *TOKENIZER_FILES]
     try:
         return pathlib.Path(snapshot_download(str(source), revision=revision, allow_patterns=patterns))
     except errors.RepositoryNotFoundError as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import shutil
 
-from transformers import AutoTokenizer
+TOKENIZER_FILES = ('spiece.model', '*token*.json')  # tokenizer.json, tokenizer_config.json and their like
 
 
 def load_tokenizer(source: str | os.PathLike):
@@ -19,6 +21,8 @@ def load_tokenizer(source: str | os.PathLike):
         os.path.isabs(source) or source.startswith('.') or source.count('/') > 1
     ):
         raise FileNotFoundError(f'{source}: expected a folder with a tokenizer; there is no such folder')
+    from transformers import AutoTokenizer  # slow to import; a model alone has no need of it
+
     try:
         return AutoTokenizer.from_pretrained(source)
     except Exception as error:  # transformers and tokenizers raise many kinds, with pages of advice
@@ -32,3 +36,21 @@ def load_tokenizer(source: str | os.PathLike):
 def pieces(tokenizer) -> list[str]:
     """The pieces in the order of their ids."""
     return tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+
+
+def tokenizer_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Those of a folder's files that make up its tokenizer."""
+    return sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)})
+
+
+def copy_tokenizer(source: str | os.PathLike, tokenizer, folder: pathlib.Path) -> None:
+    """Puts a tokenizer's files into a folder, which is created.
+
+    They are copied where `source` is a folder, since what transformers 5 writes, its version 4 refuses.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if not pathlib.Path(source).expanduser().is_dir():
+        tokenizer.save_pretrained(folder)
+        return
+    for path in tokenizer_files(pathlib.Path(source).expanduser()):
+        shutil.copyfile(path, folder / path.name)

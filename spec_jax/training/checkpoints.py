@@ -1,4 +1,4 @@
-"""Training checkpoints through Orbax, and the tokenizer that goes with a model.
+"""Training checkpoints through Orbax.
 
 A checkpoint is the list of the leaves of a pytree, in `jax.tree` order: it does not depend on the names of
 classes. Model folders for others to load are `models/t5_weights.py`'s affair.
@@ -15,8 +15,6 @@ import jax
 import orbax.checkpoint as ocp
 
 from spec_jax.models.zarr_folder import shortly
-
-TOKENIZER_FILES = ('spiece.model', '*token*.json')  # tokenizer.json, tokenizer_config.json and their like
 
 
 def open_manager(directory: str | os.PathLike, keep: int = 2) -> ocp.CheckpointManager:
@@ -103,24 +101,6 @@ def restore_latest(manager: ocp.CheckpointManager, like: Any) -> Any:
     except Exception as error:
         raise ValueError(_damaged(where, error)) from error
     return jax.tree.unflatten(treedef, restored)
-
-
-def tokenizer_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Those of a folder's files that make up its tokenizer."""
-    return sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)})
-
-
-def copy_tokenizer(source: str | os.PathLike, tokenizer, folder: pathlib.Path) -> None:
-    """Puts a tokenizer's files into a folder, which is created.
-
-    They are copied where `source` is a folder, since what transformers 5 writes, its version 4 refuses.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if not pathlib.Path(source).expanduser().is_dir():
-        tokenizer.save_pretrained(folder)
-        return
-    for path in tokenizer_files(pathlib.Path(source).expanduser()):
-        shutil.copyfile(path, folder / path.name)
 
 
 def _manager(path: pathlib.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:

@@ -18,7 +18,7 @@ from spec_jax.models.t5 import T5
 from spec_jax.models.t5_weights import load_t5, save_t5
 from spec_jax.run.report import make_workdir
 from spec_jax.text import data
-from spec_jax.text.tokenizers import load_tokenizer
+from spec_jax.text.tokenizers import copy_tokenizer, load_tokenizer
 from spec_jax.training import checkpoints, train
 from spec_jax.training.evaluation import Validation, describe_scores, never, read_pairs
 from spec_jax.training.history import History
@@ -119,7 +119,7 @@ def export_latest(config: ConfigDict, workdir: pathlib.Path) -> pathlib.Path:
 def export(config: ConfigDict, setup: Setup, model: T5, workdir: pathlib.Path) -> pathlib.Path:
     """Writes workdir/export, which transformers and `load_t5` read: tokenizer, weights, config.json last."""
     folder = workdir / 'export'
-    checkpoints.copy_tokenizer(setup.tokenizer_source, setup.tokenizer, folder)
+    copy_tokenizer(setup.tokenizer_source, setup.tokenizer, folder)
     save_t5(model, folder, config.export_dtype)
     return folder
 

@@ -107,19 +107,3 @@ def test_a_full_disk_is_one_error_and_costs_no_older_checkpoint(folder):
     assert sorted(path.name for path in folder.iterdir()) == ['2', '3']
     checkpoints.save(manager, 4, make_state(4))
     assert_state(checkpoints.restore_latest(manager, make_state()), 4)
-
-
-def test_a_tokenizer_is_copied_without_the_weights(tmp_path):
-    source = tmp_path / 'source'
-    source.mkdir()
-    for name in (
-        'tokenizer.json',
-        'tokenizer_config.json',
-        'spiece.model',
-        'config.json',
-        'model.safetensors',
-    ):
-        (source / name).write_text(name)
-    checkpoints.copy_tokenizer(source, None, tmp_path / 'copy')
-    copied = sorted(path.name for path in (tmp_path / 'copy').iterdir())
-    assert copied == ['spiece.model', 'tokenizer.json', 'tokenizer_config.json']
