@@ -30,7 +30,8 @@ from spec_jax.exactness.checks import EPSILON
 from spec_jax.measure import comparison, pipeline
 from spec_jax.models import hf_folder, t5_widen
 from spec_jax.models.base import Model
-from spec_jax.models.t5_weights import load_t5, save_t5
+from spec_jax.models.load import load_model
+from spec_jax.models.t5_weights import save_t5
 from spec_jax.run import cli, report
 from spec_jax.runtime.backend import fewest_rows
 
@@ -162,7 +163,7 @@ def _make_pair(torch, config, settings, workdir) -> _Sides:
     with tempfile.TemporaryDirectory(dir=workdir, prefix='weights.') as folder:
         paths = [pathlib.Path(folder, name) for name in ('target', 'draft')]
         _save_shapes(shape, writes, config, *paths)
-        target, draft = (load_t5(path, config.dtype).for_decoding() for path in paths)
+        target, draft = (load_model(path, config.dtype) for path in paths)
         theirs = _theirs(torch, *paths, settings, config.dtype)  # has the files mapped: they may go
     random = np.random.default_rng(config.seed)
     tokens = random.integers(3, shape.vocab_size, (config.data.limit or _PROMPTS, _PROMPT_LENGTH), np.int32)

@@ -13,7 +13,7 @@ import time
 
 from absl import app, flags
 
-from spec_jax.models.t5_weights import load_t5
+from spec_jax.models.load import load_model
 from spec_jax.run import cli
 from spec_jax.run.report import write_text
 from spec_jax.text import data
@@ -33,7 +33,7 @@ def main(argv):
         raise ValueError('data.train: expected files, got none; name one by --config.data.train=FILE')
     examples = [one for path in files(config.data.train) for one in data.read_examples(path)]
     sources = distillation.choose_sources(examples, config.data.limit, config.seed)
-    target = load_t5(config.target, config.dtype).for_decoding()
+    target = load_model(config.target, config.dtype)
     tokenizer = load_tokenizer(config.tokenizer or config.target)
     print(f'{len(sources):,} sources')
     with cli.StopSignal() as stop:

@@ -17,8 +17,7 @@ from spec_jax.drafters.ngram import load_ngram
 from spec_jax.drafters.prompt_lookup import PromptLookup
 from spec_jax.drafters.thrifty import Thrifty
 from spec_jax.models.base import Model
-from spec_jax.models.t5_weights import load_t5
-from spec_jax.runtime import sharding
+from spec_jax.models.load import load_model
 from spec_jax.runtime.backend import fewest_rows, rows_toll
 from spec_jax.text.tokenizers import load_tokenizer, pieces
 
@@ -76,8 +75,7 @@ def _none(config, target, tokenizer, dtype) -> None:
 
 def _model(config, target, tokenizer, dtype) -> ModelDrafter:
     check_vocabularies(pieces(tokenizer), pieces(load_tokenizer(config.path)))
-    model = load_t5(config.path, dtype, place=sharding.placer()).for_decoding()
-    return ModelDrafter(sharding.shard(model), fewest_rows())
+    return ModelDrafter(load_model(config.path, dtype), fewest_rows())
 
 
 def _ngram(order: int | None, config, target, tokenizer, dtype) -> Drafter:

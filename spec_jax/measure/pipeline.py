@@ -22,7 +22,7 @@ from spec_jax.decoding import MAX_GAMMA, generate, plain_generate
 from spec_jax.drafters.base import Drafter
 from spec_jax.measure import timing
 from spec_jax.models.base import Model
-from spec_jax.models.t5_weights import load_t5
+from spec_jax.models.load import load_model
 from spec_jax.run.journal import Journal
 from spec_jax.runtime import processes, sharding
 from spec_jax.sampling import SamplingConfig, row_keys
@@ -163,8 +163,7 @@ def load(config: ConfigDict, settings: Settings, default_limit: int | None = Non
     sharding.use_mesh(*sharding.mesh_sizes(config.get('mesh')))
     examples = _read(config.data, config.data.limit or default_limit)
     tokenizer = load_tokenizer(config.target)
-    target = load_t5(config.target, config.dtype, place=sharding.placer()).for_decoding()
-    target = sharding.shard(target)
+    target = load_model(config.target, config.dtype)
     sources, num_truncated = data.encode_sources(
         tokenizer,
         [example.source for example in examples],
