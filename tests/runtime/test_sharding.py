@@ -22,7 +22,7 @@ def run_on_eight_devices(*args, timeout=1800):
         [*command, HERE / 'on_eight_devices.py'],
         capture_output=True,
         text=True,
-        cwd=HERE.parent,
+        cwd=HERE.parents[1],
         timeout=timeout,
         env=os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'{os.environ.get("XLA_FLAGS", "")} {EIGHT}'},
     )
