@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from spec_jax.models import hf_folder, t5x
 from spec_jax.models.base import Model
+from spec_jax.models.t5 import PARTITION_RULES
 from spec_jax.models.t5_weights import load_t5
 from spec_jax.runtime import sharding
 
@@ -36,7 +37,7 @@ def load_model(source: str | os.PathLike, dtype=jnp.float32, revision: str | Non
 
 
 def _t5(folder: pathlib.Path, dtype) -> Model:
-    return sharding.shard(load_t5(folder, dtype, place=sharding.placer()).for_decoding())
+    return sharding.shard(load_t5(folder, dtype, place=sharding.placer(PARTITION_RULES)).for_decoding())
 
 
 FAMILIES: dict[str, Callable[[pathlib.Path, object], Model]] = {'t5': _t5}  # by model_type

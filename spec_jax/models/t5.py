@@ -19,11 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
 from spec_jax import cache as kv
 from spec_jax.models.layers import MLP, Attention, RMSNorm, einsum, project, to_panels
 from spec_jax.runtime.backend import most_fused, platform
-from spec_jax.runtime.sharding import mesh_in_use
+from spec_jax.runtime.sharding import MODEL, Rules, mesh_in_use
 from spec_jax.types import Inputs, Params
 
 ACTIVATIONS = {'relu': jax.nn.relu, 'gelu': partial(jax.nn.gelu, approximate=True)}  # GELU's tanh form
@@ -265,6 +266,20 @@ def _graph(config: T5Config) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: T5Module(config, rngs=nnx.Rngs(0))))[0]
 
 
+# How each weight is split over a mesh (`sharding.Rules`).
+PARTITION_RULES = (
+    (r'embedding', P(MODEL), P(None, MODEL)),  # [V, D]
+    (r'head', P(None, MODEL), P(MODEL)),  # [D, V]
+    (r'.*attention\.fused', P(None, None, MODEL)),  # [D, 3, H, K]
+    (r'.*attention\.(query|key|value)', P(None, MODEL)),  # [D, H, K]
+    (r'.*attention\.out', P(MODEL)),  # [H, K, D]
+    (r'.*mlp\.fused', P(None, None, MODEL)),  # [D, 2, F]
+    (r'.*mlp\.(gate|up)', P(None, MODEL)),  # [D, F]
+    (r'.*mlp\.down', P(MODEL)),  # [F, D]
+    (r'.*norm\.scale|.*bias\.table', P()),  # [D], [buckets, H]: small
+)
+
+
 @flax.struct.dataclass
 class T5:
     """A T5 with its parameters, as `models.base.Model` describes.
@@ -333,6 +348,10 @@ class T5:
     @property
     def pad_id(self) -> int:
         return self.config.pad_id
+
+    @property
+    def partition_rules(self) -> Rules:
+        return PARTITION_RULES
 
     def encode(self, inputs: Inputs, num_slots: int) -> T5Cache:
         """Runs the encoder and projects cross-attention's keys and values, once a prompt."""

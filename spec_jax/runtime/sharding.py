@@ -1,14 +1,15 @@
 """Where weights and rows lie over the devices of a mesh; XLA's partitioner does the rest.
 
     sharding.use_mesh(data=2, model=4)
-    target = sharding.shard(load_t5(folder, place=sharding.placer()).for_decoding())
+    target = load_model(folder)  # places its weights by `placer` and `shard`
     inputs = Inputs(sharding.by_row(tokens), sharding.by_row(mask))
 
 `data` splits the rows of a batch, `model` the heads, the feed-forward width and the vocabulary. Keys and values are
 made by head and so their caches lie by head; a layer adds up its parts after each attention and after the
-feed-forward block, and no weight travels. A mesh of 1 x 1 is one device, and nothing here does anything.
+feed-forward block, and no weight travels. Which axis of a weight that is, the model's `partition_rules` say. A mesh
+of 1 x 1 is one device, and nothing here does anything.
 
-Axes: B rows, V vocabulary, D model width, H heads, K head width, F feed-forward width.
+Axes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -32,18 +33,9 @@ from spec_jax.runtime import processes
 DATA, MODEL = 'data', 'model'
 P = PartitionSpec
 
-# A parameter's path, and how it is split: by the first choice that divides, and not at all where none does.
-_RULES = (
-    (r'embedding', P(MODEL), P(None, MODEL)),  # [V, D]
-    (r'head', P(None, MODEL), P(MODEL)),  # [D, V]
-    (r'.*attention\.fused', P(None, None, MODEL)),  # [D, 3, H, K]
-    (r'.*attention\.(query|key|value)', P(None, MODEL)),  # [D, H, K]
-    (r'.*attention\.out', P(MODEL)),  # [H, K, D]
-    (r'.*mlp\.fused', P(None, None, MODEL)),  # [D, 2, F]
-    (r'.*mlp\.(gate|up)', P(None, MODEL)),  # [D, F]
-    (r'.*mlp\.down', P(MODEL)),  # [F, D]
-    (r'.*norm\.scale|.*bias\.table', P()),  # [D], [buckets, H]: small
-)
+# By the pattern that a parameter's whole path has to match, how it is split: by the first choice that divides, and
+# not at all where none does. The first pattern that matches counts.
+Rules = Sequence[tuple[str, *tuple[PartitionSpec, ...]]]
 
 
 def mesh_sizes(config: Mapping[str, Any] | None) -> tuple[int, int]:
@@ -87,21 +79,25 @@ def mesh_in_use() -> Mesh | None:
     return mesh if mesh.axis_names == (DATA, MODEL) else None
 
 
-def placer() -> Callable[[tuple, np.ndarray], Array] | None:
-    """A function (path, weight) -> the weight on the mesh, each device and each process taking its part alone."""
+def placer(rules: Rules) -> Callable[[tuple, np.ndarray], Array] | None:
+    """A function (path, weight) -> the weight on the mesh, each device and each process taking its part alone.
+
+    None where no mesh is in use.
+    """
     mesh = mesh_in_use()
     if mesh is None:
         return None
-    return lambda path, weight: _put(weight, _sharding(mesh, path, weight.shape))
+    return lambda path, weight: _put(weight, _sharding(mesh, rules, path, weight.shape))
 
 
 def shard(model: flax.struct.PyTreeNode) -> flax.struct.PyTreeNode:
-    """The model with every weight where the rules want it, of whatever it was computed."""
+    """The model with every weight where its `partition_rules` want it, of whatever it was computed."""
     mesh = mesh_in_use()
     if mesh is None:
         return model
+    rules = model.partition_rules
     leaves = {
-        path: leaf.replace(jax.device_put(leaf[...], _sharding(mesh, path, leaf.shape)))
+        path: leaf.replace(jax.device_put(leaf[...], _sharding(mesh, rules, path, leaf.shape)))
         for path, leaf in nnx.to_flat_state(model.params)
     }
     return model.replace(params=nnx.from_flat_state(leaves))
@@ -136,27 +132,33 @@ def whole_distributions(x: Array) -> Array:
     return lax.with_sharding_constraint(x, P(*[P.UNCONSTRAINED] * (x.ndim - 1), None))
 
 
-def partition_spec(path: tuple, shape: tuple[int, ...], size: int) -> PartitionSpec:
+def partition_spec(rules: Rules, path: tuple, shape: tuple[int, ...], size: int) -> PartitionSpec:
     """How a parameter is split over a `model` axis of the given size.
 
     Args:
+      rules: the model's.
       path: as of `nnx.to_flat_state`, such as ('decoder', 0, 'self_attention', 'query').
       shape: of the parameter.
       size: devices along `model`.
+
+    Raises:
+      ValueError: no rule matches the path.
     """
     name = '.'.join(map(str, path))
-    specs = next(specs for pattern, *specs in _RULES if re.fullmatch(pattern, name))
+    specs = next((specs for pattern, *specs in rules if re.fullmatch(pattern, name)), None)
+    if specs is None:
+        raise ValueError(f'partition_rules: expected a rule for the weight {name}, got none; add one')
     for spec in specs:
         if all(axis is None or length % size == 0 for axis, length in zip(spec, shape, strict=False)):
             return spec
-    kind = re.search(r'attention|mlp|embedding|head', name)[0]
+    block = '.'.join(step for step in path[:-1] if isinstance(step, str)) or name  # of all layers at once
     length = shape[len(specs[0]) - 1]
-    _warn(f'mesh.model = {size} does not divide {length}: {kind} weights stand whole on every device')
+    _warn(f'mesh.model = {size} does not divide {length}: {block} stands whole on every device')
     return P()
 
 
-def _sharding(mesh: Mesh, path: tuple, shape: tuple[int, ...]) -> NamedSharding:
-    return NamedSharding(mesh, partition_spec(path, shape, mesh.shape[MODEL]))
+def _sharding(mesh: Mesh, rules: Rules, path: tuple, shape: tuple[int, ...]) -> NamedSharding:
+    return NamedSharding(mesh, partition_spec(rules, path, shape, mesh.shape[MODEL]))
 
 
 def _put(array: np.ndarray, sharding: NamedSharding) -> Array:

@@ -27,7 +27,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from spec_jax import decoding
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.models.base import read_block
-from spec_jax.models.t5 import T5, T5Config
+from spec_jax.models.t5 import PARTITION_RULES, T5, T5Config
 from spec_jax.runtime import backend, sharding
 from spec_jax.sampling import SamplingConfig
 from spec_jax.tpu import chips
@@ -151,7 +151,7 @@ def _placed(mesh, device, setup: Setup, path: tuple, leaf):
     names = [getattr(step, 'name', getattr(step, 'key', getattr(step, 'idx', None))) for step in path]
     if 'params' in names:
         inner = names[names.index('params') + 1 : -1]  # the last step is nnx.Param's own
-        spec = sharding.partition_spec(tuple(inner), leaf.shape, size)
+        spec = sharding.partition_spec(PARTITION_RULES, tuple(inner), leaf.shape, size)
     elif leaf.ndim == 4 and leaf.shape[1] % size == 0 and leaf.shape[1] > 1:
         spec = PartitionSpec(None, sharding.MODEL)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
@@ -301,7 +301,7 @@ def _weights(config: T5Config, dtype: str, number: int, wanted) -> int:
     total = 0
     for path, shape in _laid_out(config, dtype):
         if wanted(path):
-            split = number > 1 and any(sharding.partition_spec(path, shape, number))
+            split = number > 1 and any(sharding.partition_spec(PARTITION_RULES, path, shape, number))
             total += math.prod(shape) * jnp.dtype(dtype).itemsize // (number if split else 1)
     return total
 

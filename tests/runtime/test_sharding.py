@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from spec_jax.models.t5 import PARTITION_RULES
 from spec_jax.runtime import sharding
 
 HERE = pathlib.Path(__file__).parent
@@ -61,20 +62,32 @@ RULES = {
 @pytest.mark.parametrize('path', RULES)
 def test_how_a_parameter_is_split(path):
     shape, expected = RULES[path]
-    assert sharding.partition_spec(path, shape, 8) == expected
+    assert sharding.partition_spec(PARTITION_RULES, path, shape, 8) == expected
 
 
 def test_a_vocabulary_that_does_not_divide_is_split_by_width():
-    assert sharding.partition_spec(('embedding',), (32100, 512), 8) == P(None, 'model')
-    assert sharding.partition_spec(('head',), (512, 32100), 8) == P('model')
+    assert sharding.partition_spec(PARTITION_RULES, ('embedding',), (32100, 512), 8) == P(None, 'model')
+    assert sharding.partition_spec(PARTITION_RULES, ('head',), (512, 32100), 8) == P('model')
 
 
 def test_heads_that_do_not_divide_are_whole_and_a_line_says_so_once(capsys):
     for name in ('query', 'key', 'query'):
-        assert sharding.partition_spec((*LAYER, 'self_attention', name), (512, 5, 64), 7) == P()
+        assert (
+            sharding.partition_spec(PARTITION_RULES, (*LAYER, 'self_attention', name), (512, 5, 64), 7) == P()
+        )
     assert capsys.readouterr().err == (
-        'WARNING: mesh.model = 7 does not divide 5: attention weights stand whole on every device\n'
+        'WARNING: mesh.model = 7 does not divide 5: decoder.self_attention stands whole on every device\n'
     )
+
+
+def test_rules_are_the_models_and_the_first_that_matches_counts(capsys):
+    rules = (('w.*', P(None, 'model'), P('model')), ('wide', P('model')))
+    assert sharding.partition_spec(rules, ('wide',), (8, 8), 2) == P(None, 'model')
+    assert sharding.partition_spec(rules, ('wide',), (8, 3), 2) == P('model')
+    assert sharding.partition_spec(rules, ('wide',), (3, 5), 2) == P()
+    assert 'mesh.model = 2 does not divide 5: wide stands whole on every device' in capsys.readouterr().err
+    with pytest.raises(ValueError, match='expected a rule for the weight layers.0.narrow, got none; add one'):
+        sharding.partition_spec(rules, ('layers', 0, 'narrow'), (8,), 2)
 
 
 def test_sizes_of_a_recipe():
@@ -87,7 +100,7 @@ def test_sizes_of_a_recipe():
 
 def test_without_a_mesh_nothing_is_done():
     model = object()
-    assert sharding.shard(model) is model and sharding.placer() is None
+    assert sharding.shard(model) is model and sharding.placer(PARTITION_RULES) is None
     rows = sharding.by_row(np.arange(3))
     assert rows.sharding == jnp.arange(3).sharding and not sharding.rows_are_apart()
     assert sharding.whole_distributions(rows) is rows
