@@ -20,7 +20,7 @@ from absl import flags  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from spec_jax.measure import pipeline  # noqa: E402
-from spec_jax.models.t5_sizes import config_of  # noqa: E402
+from spec_jax.models.load import describe  # noqa: E402
 from spec_jax.run import cli  # noqa: E402
 from spec_jax.run import report as files  # noqa: E402
 from spec_jax.tpu import chips, programs, report  # noqa: E402
@@ -44,7 +44,7 @@ def main(_):
         raise ValueError(
             f'draft.kind: expected a model and a gamma of 1 or more, got {config.draft.kind} and {config.gamma}'
         )
-    target, draft = config_of(config.target), config_of(config.draft.path)
+    target, draft = describe(config.target), describe(config.draft.path)
     workdir, found = files.make_workdir(_WORKDIR.value), []
     for topology in topologies:
         setup = programs.Setup(

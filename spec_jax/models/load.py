@@ -1,12 +1,14 @@
-"""A model from a folder or the hub, of whatever family, ready to decode with.
+"""A model from a folder or the hub, of whatever family.
 
     folder or hub id  --load_model-->  Model, laid out for decoding, on the mesh in use
+    folder or name    --describe---->  ModelShape, no weights read
 
 Which family a folder holds is its config.json's `model_type`. A new family is one more entry in `FAMILIES`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Callable
@@ -15,9 +17,25 @@ import jax.numpy as jnp
 
 from spec_jax.models import hf_folder, t5x
 from spec_jax.models.base import Model
+from spec_jax.models.shape import ModelShape
 from spec_jax.models.t5 import PARTITION_RULES
+from spec_jax.models.t5_shape import T5Shape
+from spec_jax.models.t5_sizes import config_of
 from spec_jax.models.t5_weights import load_t5
 from spec_jax.runtime import sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How models of one `model_type` are read.
+
+    Attributes:
+      load: (folder, dtype) -> the model, laid out for decoding, on the mesh in use.
+      describe: a folder, or the name of a public size -> its shape.
+    """
+
+    load: Callable[[pathlib.Path, object], Model]
+    describe: Callable[[str | os.PathLike], ModelShape]
 
 
 def load_model(source: str | os.PathLike, dtype=jnp.float32, revision: str | None = None) -> Model:
@@ -33,18 +51,31 @@ def load_model(source: str | os.PathLike, dtype=jnp.float32, revision: str | Non
       ValueError: the files are damaged or hold a model of no known family, or dtype is refused.
     """
     folder = hf_folder.fetch(source, revision)
-    return FAMILIES[_model_type(folder)](folder, dtype)
+    return FAMILIES[_model_type(folder)].load(folder, dtype)
 
 
-def _t5(folder: pathlib.Path, dtype) -> Model:
+def describe(source: str | os.PathLike) -> ModelShape:
+    """The shape of a model, by a folder's config.json or by a name such as google/t5-v1_1-xxl; nothing is fetched.
+
+    Raises:
+      ValueError: the config.json is damaged or of no known family, or the name tells no size.
+    """
+    return FAMILIES[_model_type(pathlib.Path(source).expanduser())].describe(source)
+
+
+def _load_t5(folder: pathlib.Path, dtype) -> Model:
     return sharding.shard(load_t5(folder, dtype, place=sharding.placer(PARTITION_RULES)).for_decoding())
 
 
-FAMILIES: dict[str, Callable[[pathlib.Path, object], Model]] = {'t5': _t5}  # by model_type
+def _describe_t5(source: str | os.PathLike) -> T5Shape:
+    return T5Shape(config_of(source))
+
+
+FAMILIES = {'t5': Family(_load_t5, _describe_t5)}  # by model_type
 
 
 def _model_type(folder: pathlib.Path) -> str:
-    """A key of `FAMILIES`. T5X's folders have no config.json; `load_t5` says what a folder without either lacks."""
+    """A key of `FAMILIES`. Without a config.json it is T5's: T5X's folders have none, and names tell T5's sizes."""
     where = folder / hf_folder.CONFIG
     if t5x.is_t5x(folder) or not where.is_file():
         return 't5'

@@ -13,10 +13,9 @@ from tabulate import tabulate
 
 from spec_jax.decoding import prefill
 from spec_jax.drafters.model import ModelDrafter
-from spec_jax.models.t5 import T5Config
+from spec_jax.models.shape import ModelShape
 from spec_jax.runtime.backend import tracing_for
 from spec_jax.tpu.chips import CHIPS
-from spec_jax.tpu.programs import shapes
 from spec_jax.types import Inputs
 
 _GIB = 2**30
@@ -47,8 +46,8 @@ class Need:
 
 
 def need(
-    target: T5Config,
-    draft: T5Config,
+    target: ModelShape,
+    draft: ModelShape,
     *,
     gamma: int,
     max_new_tokens: int,
@@ -59,8 +58,8 @@ def need(
     """What a pair needs, of shapes alone.
 
     Args:
-      target: sizes.
-      draft: sizes.
+      target: its shape.
+      draft: likewise.
       gamma: draft length.
       max_new_tokens: most tokens of an output.
       source_length: tokens of a source.
@@ -71,7 +70,7 @@ def need(
     inputs = Inputs(jax.ShapeDtypeStruct(size, jnp.int32), jax.ShapeDtypeStruct(size, jnp.bool_))
     keys = jax.eval_shape(partial(jax.random.split, num=batch_size), jax.random.key(0))
     with tracing_for('tpu'):
-        pair = shapes(target, dtype), ModelDrafter(shapes(draft, dtype))
+        pair = target.abstract(dtype), ModelDrafter(draft.abstract(dtype))
         start = partial(prefill, gamma=gamma, max_new_tokens=max_new_tokens)
         state = jax.eval_shape(start, *pair, inputs, keys)
     return Need(_bytes(pair), _bytes((state.target_cache, state.draft_state)))

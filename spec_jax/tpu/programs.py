@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,8 +27,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from spec_jax import decoding
 from spec_jax.drafters.model import ModelDrafter
-from spec_jax.models.base import read_block
-from spec_jax.models.t5 import PARTITION_RULES, T5, T5Config
+from spec_jax.models.base import Model, read_block
+from spec_jax.models.shape import ModelShape
 from spec_jax.runtime import backend, sharding
 from spec_jax.sampling import SamplingConfig
 from spec_jax.tpu import chips
@@ -44,8 +45,8 @@ class Setup:
     """A pair and how it decodes.
 
     Attributes:
-      target: sizes.
-      draft: sizes.
+      target: its shape.
+      draft: likewise.
       topology: as of `chips.named`.
       gamma: G.
       max_new_tokens: most tokens of an output.
@@ -55,8 +56,8 @@ class Setup:
       dtype: of weights, activations and caches.
     """
 
-    target: T5Config
-    draft: T5Config
+    target: ModelShape
+    draft: ModelShape
     topology: str
     gamma: int
     max_new_tokens: int
@@ -64,13 +65,6 @@ class Setup:
     sampling: SamplingConfig
     batch_size: int = 1
     dtype: str = 'bfloat16'
-
-
-def shapes(config: T5Config, dtype: str) -> T5:
-    """A T5 laid out for decoding, of shapes in place of weights; to be called within `backend.tracing_for`."""
-    module = jax.eval_shape(partial(T5.create, config, dtype=dtype), jax.random.key(0))
-    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), module)
-    return jax.eval_shape(T5.for_decoding, weights)
 
 
 def compile_apart(setup: Setup, name: str, limit: float) -> dict[str, Any]:
@@ -123,7 +117,7 @@ def compile_here(setup: Setup, name: str) -> dict[str, Any]:
     with backend.tracing_for('tpu'):
         function, arguments, donated = _BUILDERS[name](setup)
         with _mesh(devices) as mesh:  # nothing runs within: these devices are none
-            arguments = jax.tree.map_with_path(partial(_placed, mesh, devices[0], setup), arguments)
+            arguments = _placed(mesh, devices[0], arguments)
             begin = time.perf_counter()
             compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
             seconds = time.perf_counter() - begin
@@ -143,15 +137,24 @@ def _mesh(devices):
         yield mesh
 
 
-def _placed(mesh, device, setup: Setup, path: tuple, leaf):
-    """A shape with its place: weights by rule, keys and values by head, all else whole on every chip."""
+def _placed(mesh, device, arguments):
+    """Shapes with their places: a model's weights by its rules, keys and values by head, all else whole."""
+
+    def place(node):
+        rules = getattr(node, 'partition_rules', None)  # None for an array outside any model
+        return jax.tree.map_with_path(partial(_placed_leaf, mesh, device, rules), node)
+
+    return jax.tree.map(place, arguments, is_leaf=lambda node: hasattr(node, 'partition_rules'))
+
+
+def _placed_leaf(mesh, device, rules: sharding.Rules | None, path: tuple, leaf):
     if mesh is None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
     spec, size = PartitionSpec(), mesh.shape[sharding.MODEL]
-    names = [getattr(step, 'name', getattr(step, 'key', getattr(step, 'idx', None))) for step in path]
-    if 'params' in names:
+    if rules is not None:
+        names = [getattr(step, 'name', getattr(step, 'key', getattr(step, 'idx', None))) for step in path]
         inner = names[names.index('params') + 1 : -1]  # the last step is nnx.Param's own
-        spec = sharding.partition_spec(PARTITION_RULES, tuple(inner), leaf.shape, size)
+        spec = sharding.partition_spec(rules, tuple(inner), leaf.shape, size)
     elif leaf.ndim == 4 and leaf.shape[1] % size == 0 and leaf.shape[1] > 1:
         spec = PartitionSpec(None, sharding.MODEL)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
@@ -193,15 +196,15 @@ def _memory(compiled) -> dict[str, int]:
 
 def _smallest(setup: Setup) -> int:
     """Bytes of the smallest array whose copy counts: one layer's keys in the draft, on one of the chips."""
-    config, itemsize = setup.draft, jnp.dtype(setup.dtype).itemsize
-    return config.num_heads * config.d_kv * setup.max_new_tokens * itemsize // chips.named(setup.topology)[1]
+    keys = setup.draft.layer_keys_bytes(setup.dtype, setup.max_new_tokens)
+    return keys // chips.named(setup.topology)[1]
 
 
 # --- what is compiled: function, arguments, which of them it may overwrite -----------------------------------
 
 
-def _pair(setup: Setup) -> tuple[T5, ModelDrafter]:
-    target, draft = (shapes(config, setup.dtype) for config in (setup.target, setup.draft))
+def _pair(setup: Setup) -> tuple[Model, ModelDrafter]:
+    target, draft = (shape.abstract(setup.dtype) for shape in (setup.target, setup.draft))
     return target, ModelDrafter(draft, backend.fewest_rows())
 
 
@@ -215,7 +218,7 @@ def _limits(setup: Setup) -> dict[str, int]:
     return dict(gamma=setup.gamma, max_new_tokens=setup.max_new_tokens)
 
 
-def _state(setup: Setup, target: T5, drafter: ModelDrafter):
+def _state(setup: Setup, target: Model, drafter: ModelDrafter):
     return jax.eval_shape(partial(decoding.prefill, **_limits(setup)), target, drafter, *_prompts(setup))
 
 
@@ -261,53 +264,35 @@ _BUILDERS = dict(plain_step=_plain_step, target_call=_target_call, draft=_draft,
 # --- what must be read ---------------------------------------------------------------------------------------
 
 
-def weight_bytes(config: T5Config, dtype: str, chips_number: int = 1) -> int:
-    """Of all weights, on one of the chips."""
-    return _weights(config, dtype, chips_number, lambda path: True)
+def weight_bytes(shape: ModelShape, dtype: str, devices: int = 1) -> int:
+    """Of all weights, on one of the chips that share them."""
+    return _weights(shape, dtype, devices, lambda path: True)
 
 
 def read_bytes(
-    config: T5Config, dtype: str, slots: int, source_length: int, batch: int = 1, number: int = 1
+    shape: ModelShape, dtype: str, slots: int, source_length: int, batch_size: int = 1, devices: int = 1
 ) -> int:
     """What a call of the decoder must read on one chip: the weights it multiplies by, and the caches.
 
-    Cross-attention's keys and values are in the cache; the embedding is read by row.
-
-    Args:
-      slots: of the self-attention cache.
-      number: of chips that share the work.
+    Arguments are those of `ModelShape.cache_bytes`.
     """
-
-    def multiplied(path):
-        return path[0] in ('decoder', 'decoder_norm', 'decoder_bias', 'head') and not (
-            'cross_attention' in path and path[-1] in ('key', 'value')
-        )
-
-    return _weights(config, dtype, number, multiplied) + cache_bytes(
-        config, dtype, slots, source_length, batch, number
-    )
+    weights = _weights(shape, dtype, devices, shape.is_read_by_decode)
+    return weights + shape.cache_bytes(dtype, slots, source_length, batch_size, devices)
 
 
-def cache_bytes(
-    config: T5Config, dtype: str, slots: int, source_length: int, batch: int = 1, number: int = 1
-) -> int:
-    """Keys and values of self- and cross-attention, on one of the chips."""
-    each = 2 * config.num_heads * config.d_kv * jnp.dtype(dtype).itemsize
-    share = number if config.num_heads % number == 0 else 1
-    return config.num_decoder_layers * each * (slots + source_length) * batch // share
-
-
-def _weights(config: T5Config, dtype: str, number: int, wanted) -> int:
+def _weights(shape: ModelShape, dtype: str, devices: int, wanted: Callable[[tuple], bool]) -> int:
+    rules, weights = _laid_out(shape, dtype)
     total = 0
-    for path, shape in _laid_out(config, dtype):
+    for path, size in weights:
         if wanted(path):
-            split = number > 1 and any(sharding.partition_spec(PARTITION_RULES, path, shape, number))
-            total += math.prod(shape) * jnp.dtype(dtype).itemsize // (number if split else 1)
+            split = devices > 1 and any(sharding.partition_spec(rules, path, size, devices))
+            total += math.prod(size) * jnp.dtype(dtype).itemsize // (devices if split else 1)
     return total
 
 
 @functools.cache  # tracing T5-XXL's takes seconds
-def _laid_out(config: T5Config, dtype: str) -> list[tuple[tuple, tuple[int, ...]]]:
-    """Path and shape of every weight."""
+def _laid_out(shape: ModelShape, dtype: str) -> tuple[sharding.Rules, list[tuple[tuple, tuple[int, ...]]]]:
+    """A model's partition rules, and path and shape of every weight."""
     with backend.tracing_for('tpu'):
-        return [(path, leaf.shape) for path, leaf in nnx.to_flat_state(shapes(config, dtype).params)]
+        model = shape.abstract(dtype)
+    return model.partition_rules, [(path, leaf.shape) for path, leaf in nnx.to_flat_state(model.params)]

@@ -13,7 +13,6 @@ from tabulate import tabulate
 
 from spec_jax import analysis
 from spec_jax.measure.benchmark_report import PAPER
-from spec_jax.models.t5_sizes import size_of
 from spec_jax.tpu import chips, programs
 from spec_jax.tpu.programs import PROGRAMS, Setup
 
@@ -68,8 +67,8 @@ def figures(setup: Setup, limit: float, progress: Callable[[Iterable], Iterable]
 def _read_bytes(setup: Setup, which: str) -> int:
     """What a call of the target, or a step of the draft, must read on one chip."""
     number, slots = chips.named(setup.topology)[1], setup.max_new_tokens + setup.gamma + 2
-    config = getattr(setup, which)
-    return programs.read_bytes(config, setup.dtype, slots, setup.source_length, setup.batch_size, number)
+    shape = getattr(setup, which)
+    return programs.read_bytes(shape, setup.dtype, slots, setup.source_length, setup.batch_size, number)
 
 
 def _hbm(setup: Setup, loop: Figures) -> Figures:
@@ -77,10 +76,10 @@ def _hbm(setup: Setup, loop: Figures) -> Figures:
     chip, number = chips.named(setup.topology)
     slots, found = setup.max_new_tokens + setup.gamma + 2, dict(capacity=chip.hbm)
     for name in ('target', 'draft'):
-        config = getattr(setup, name)
-        found[f'{name}_weights'] = programs.weight_bytes(config, setup.dtype, number)
-        found[f'{name}_caches'] = programs.cache_bytes(
-            config, setup.dtype, slots, setup.source_length, setup.batch_size, number
+        shape = getattr(setup, name)
+        found[f'{name}_weights'] = programs.weight_bytes(shape, setup.dtype, number)
+        found[f'{name}_caches'] = shape.cache_bytes(
+            setup.dtype, slots, setup.source_length, setup.batch_size, number
         )
     if 'error' not in loop:
         memory = loop['memory']
@@ -96,7 +95,7 @@ def _predicted(setup: Setup, found: Figures, outside: float) -> list[Figures]:
     rows = []
     for task, cells in PAPER.items():
         for (size, temperature), (gamma, alpha, c, expected, measured) in cells.items():
-            if size != size_of(setup.draft):
+            if size != setup.draft.size:
                 continue
             tokens = float(analysis.expected_tokens(alpha, gamma))
             cost = gamma * (found['c_in_loop'] or found['c']) + found['cost_of_rows'] + outside

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ from safetensors.numpy import load_file
 from t5x_files import write_t5x
 
 from spec_jax.models import t5_orbax
-from spec_jax.models.load import load_model
+from spec_jax.models.load import describe, load_model
 from spec_jax.models.t5_weights import load_t5
+from spec_jax.runtime.backend import tracing_for
 from spec_jax.types import Inputs
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
@@ -52,10 +54,11 @@ def test_every_form_is_loaded_as_its_family_loads_it_laid_out_for_decoding(folde
 
 
 @pytest.mark.parametrize('kind', ['mamba', None, ['t5']])
-def test_a_family_that_is_not_known_is_one_line_that_names_those_that_are(tmp_path, kind):
+@pytest.mark.parametrize('read', [load_model, describe])
+def test_a_family_that_is_not_known_is_one_line_that_names_those_that_are(tmp_path, kind, read):
     (tmp_path / 'config.json').write_text(json.dumps({'model_type': kind}))
     with pytest.raises(ValueError) as caught:
-        load_model(tmp_path)
+        read(tmp_path)
     assert str(caught.value) == (
         f'{tmp_path}/config.json: expected model_type "t5", got {kind!r}; name a folder of such a model'
     )
@@ -81,3 +84,27 @@ def test_a_revision_of_the_hub_is_asked_for(monkeypatch):
     monkeypatch.setattr('huggingface_hub.snapshot_download', snapshot_download)
     assert load_model('google/t5-tiny', revision='v2').vocab_size == 32
     assert asked == [('google/t5-tiny', 'v2')]
+
+
+# Shapes.
+
+
+def test_a_shape_follows_from_a_folders_config_or_from_a_name(tmp_path):
+    golden, small, other = describe(GOLDEN / 'v1_1'), describe('google/t5-v1_1-small'), describe('t5-11b')
+    assert (golden.size, golden.vocab_size, golden.config.d_model) == (None, 32, 16)
+    assert (small.size, small.vocab_size) == ('small', 32128) and other.size == '11b'
+    assert pickle.loads(pickle.dumps(small)) == small and len({small, other, describe('t5-v1_1-small')}) == 2
+    with pytest.raises(ValueError, match='expected a folder with config.json, or a name that tells a size'):
+        describe(tmp_path)
+
+
+def test_an_abstract_model_has_the_weights_of_the_loaded_one():
+    with tracing_for('tpu'):  # on CPU weights get columns more
+        loaded, abstract = load_model(GOLDEN / 'v1_1'), describe(GOLDEN / 'v1_1').abstract('float32')
+    assert jax.tree.structure(abstract.params) == jax.tree.structure(loaded.params)
+    for ours, theirs in zip(jax.tree.leaves(abstract.params), jax.tree.leaves(loaded.params), strict=True):
+        assert isinstance(ours, jax.ShapeDtypeStruct) and (ours.shape, ours.dtype) == (
+            theirs.shape,
+            theirs.dtype,
+        )
+    assert abstract.partition_rules == loaded.partition_rules

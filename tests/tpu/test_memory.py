@@ -6,8 +6,9 @@ import pytest
 
 from spec_jax.decoding import prefill
 from spec_jax.drafters.model import ModelDrafter
+from spec_jax.models.load import describe
 from spec_jax.models.t5 import T5, T5Config
-from spec_jax.models.t5_sizes import sized
+from spec_jax.models.t5_shape import T5Shape
 from spec_jax.runtime.backend import tracing_for
 from spec_jax.sampling import row_keys
 from spec_jax.tpu import memory
@@ -29,10 +30,12 @@ def test_the_need_is_what_the_arrays_of_a_pair_take():
     inputs = Inputs(jnp.ones((2, 12), jnp.int32), jnp.ones((2, 12), bool))
     how = dict(gamma=3, max_new_tokens=9)
     state = prefill(target, ModelDrafter(draft), inputs, row_keys(jax.random.key(0), range(2)), **how)
-    found = memory.need(TARGET, DRAFT, **how, source_length=12, batch_size=2, dtype='float32')
+    found = memory.need(
+        T5Shape(TARGET), T5Shape(DRAFT), **how, source_length=12, batch_size=2, dtype='float32'
+    )
     assert found.weights == num_bytes((target, draft))
     assert found.caches == num_bytes((state.target_cache, state.draft_state))
-    half = memory.need(TARGET, DRAFT, **how, source_length=12, batch_size=2)
+    half = memory.need(T5Shape(TARGET), T5Shape(DRAFT), **how, source_length=12, batch_size=2)
     assert 2 * half.weights == found.weights and found.caches / 2 <= half.caches < 0.6 * found.caches
 
 
@@ -44,8 +47,8 @@ def test_a_fifth_is_left_over():
 def test_the_table_says_which_chip_holds_t5():
     """By hand: XL has 2.85 billion parameters, XXL 11.1; two bytes each, and the draft's .15 GB."""
     how = dict(gamma=7, max_new_tokens=128, source_length=512)
-    draft = sized('google/t5-v1_1-small')
-    needs = {size: memory.need(sized(f'google/t5-v1_1-{size}'), draft, **how) for size in ('xl', 'xxl')}
+    draft = describe('google/t5-v1_1-small')
+    needs = {size: memory.need(describe(f'google/t5-v1_1-{size}'), draft, **how) for size in ('xl', 'xxl')}
     assert needs['xl'].weights / 2 == pytest.approx(2.85e9 + 0.077e9, rel=0.01)
     assert needs['xxl'].weights / 2 == pytest.approx(11.135e9 + 0.077e9, rel=0.01)
     head, _, xl, xxl = memory.table(needs).splitlines()

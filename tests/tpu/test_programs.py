@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from spec_jax.models.t5_sizes import sized
+from spec_jax.models.load import describe
 from spec_jax.tpu import chips, programs
 
-XXL, SMALL = sized('t5-v1_1-xxl'), sized('t5-v1_1-small')
+XXL, SMALL = describe('t5-v1_1-xxl'), describe('t5-v1_1-small')
 
 
 def multiplied(config):
@@ -19,24 +19,24 @@ def multiplied(config):
     return config.num_decoder_layers * layer + config.d_model * config.vocab_size + tables
 
 
-@pytest.mark.parametrize('config, millions', [(SMALL, 38.5), (XXL, 5568)])
-def test_a_call_reads_each_weight_that_it_multiplies_by_once(config, millions):
-    read = programs.read_bytes(config, 'bfloat16', slots=0, source_length=0)
-    assert read == 2 * multiplied(config)
+@pytest.mark.parametrize('shape, millions', [(SMALL, 38.5), (XXL, 5568)])
+def test_a_call_reads_each_weight_that_it_multiplies_by_once(shape, millions):
+    read = programs.read_bytes(shape, 'bfloat16', slots=0, source_length=0)
+    assert read == 2 * multiplied(shape.config)
     assert read / 2e6 == pytest.approx(millions, rel=2e-3)  # as published
 
 
 def test_caches_of_xxl_take_393_kilobytes_a_position():
-    assert programs.cache_bytes(XXL, 'bfloat16', 1, 0) == 2 * 24 * 64 * 64 * 2 == 393_216
-    assert programs.cache_bytes(XXL, 'bfloat16', 256, 512, batch=2) == 2 * 768 * 393_216
+    assert XXL.cache_bytes('bfloat16', 1, 0) == 2 * 24 * 64 * 64 * 2 == 393_216
+    assert XXL.cache_bytes('bfloat16', 256, 512, batch_size=2) == 2 * 768 * 393_216
 
 
 def test_chips_share_what_divides():
     """On 8 chips all but norms and tables is split; T5-small's 6 heads are not, nor its caches."""
     whole, share = (programs.weight_bytes(XXL, 'bfloat16', number) for number in (1, 8))
     assert whole == 2 * 11_135_332_352 and whole / 8 < share < whole / 8 * 1.001
-    assert programs.cache_bytes(XXL, 'bfloat16', 8, 0, number=8) == 393_216
-    assert programs.cache_bytes(SMALL, 'bfloat16', 8, 0, number=8) == 8 * 2 * 8 * 6 * 64 * 2
+    assert XXL.cache_bytes('bfloat16', 8, 0, devices=8) == 393_216
+    assert SMALL.cache_bytes('bfloat16', 8, 0, devices=8) == 8 * 2 * 8 * 6 * 64 * 2
 
 
 @pytest.mark.parametrize(

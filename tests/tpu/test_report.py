@@ -2,11 +2,11 @@
 
 import pytest
 
-from spec_jax.models.t5_sizes import sized
+from spec_jax.models.load import describe
 from spec_jax.sampling import GREEDY
 from spec_jax.tpu import programs, report
 
-SETUP = programs.Setup(sized('t5-v1_1-xxl'), sized('t5-v1_1-small'), 'v4', 7, 256, 512, GREEDY)
+SETUP = programs.Setup(describe('t5-v1_1-xxl'), describe('t5-v1_1-small'), 'v4', 7, 256, 512, GREEDY)
 MEMORY = dict(arguments=23 * 10**9, outputs=10**6, shared=0, temporaries=5 * 10**8)
 SAID = dict(
     plain_step=dict(milliseconds=10.0),
