@@ -26,7 +26,6 @@ from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.measure import acceptance, pipeline
 from spec_jax.models.base import Model
-from spec_jax.models.t5 import T5, T5Config
 from spec_jax.run.journal import Journal
 from spec_jax.sampling import SamplingConfig
 from spec_jax.text import metrics
@@ -255,22 +254,16 @@ def position_acceptance(rows: Stats) -> list[float | None]:
 # --- arithmetic operations ----------------------------------------------------------------------------------
 
 
-def parameters_read(config: T5Config) -> int:
-    """Parameters that a decode step multiplies with; the cross-attention's keys and values are made but once."""
-    attention = 6 * config.d_model * config.num_heads * config.d_kv  # own: 4 projections; cross: 2
-    feed_forward = (3 if config.gated else 2) * config.d_model * config.d_ff
-    head = config.vocab_size * config.d_model
-    return config.num_decoder_layers * (attention + feed_forward) + head
-
-
 def operations(target: Model, drafter: Drafter, alpha: float | None, gamma: int) -> dict[str, float | None]:
     """c_hat, the draft's operations a token over the target's, and the growth of all (Theorem 3.11).
 
-    Both are None where target and draft are not T5s, and the factor where no draft token was tested.
+    An operation is counted for each of a model's `parameters_read`. Both are None where target and draft are not
+    models that have it, and the factor where no draft token was tested.
     """
     draft = drafter.model if isinstance(drafter, ModelDrafter) else None
-    if not (isinstance(target, T5) and isinstance(draft, T5)):
+    read, of_draft = (getattr(model, 'parameters_read', None) for model in (target, draft))
+    if read is None or of_draft is None:
         return dict(c_hat=None, operations_factor=None)
-    c_hat = parameters_read(draft.config) / parameters_read(target.config)
+    c_hat = of_draft / read
     factor = None if alpha is None else float(analysis.operations_factor(alpha, gamma, c_hat))
     return dict(c_hat=c_hat, operations_factor=factor)

@@ -353,6 +353,14 @@ class T5:
     def partition_rules(self) -> Rules:
         return PARTITION_RULES
 
+    @property
+    def parameters_read(self) -> int:
+        """Parameters that a decode step multiplies with; those of cross-attention's keys and values are not."""
+        config = self.config
+        attention = 6 * config.d_model * config.num_heads * config.d_kv  # self: 4 projections; cross: 2
+        feed_forward = (3 if config.gated else 2) * config.d_model * config.d_ff
+        return config.num_decoder_layers * (attention + feed_forward) + config.vocab_size * config.d_model
+
     def encode(self, inputs: Inputs, num_slots: int) -> T5Cache:
         """Runs the encoder and projects cross-attention's keys and values, once a prompt."""
         module, config = self.module, self.config

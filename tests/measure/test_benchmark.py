@@ -145,22 +145,6 @@ def test_fillers_and_prompts_without_a_draft_are_left_out():
     assert benchmark.alpha_interval(stats([1], [[0]], [[1, 0]])) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ('d_model', 'num_heads', 'layers', 'd_ff', 'millions'),
-    [
-        (512, 6, 8, 1024, 38.5),
-        (768, 12, 12, 2048, 123.8),
-        (1024, 16, 24, 2816, 391.6),
-        (2048, 32, 24, 5120, 1425),
-        (4096, 64, 24, 10240, 5568),
-    ],
-    ids=['small', 'base', 'large', 'xl', 'xxl'],
-)
-def test_parameters_read_by_a_step_of_t5_v1_1(d_model, num_heads, layers, d_ff, millions):
-    config = T5Config(d_model=d_model, num_heads=num_heads, num_decoder_layers=layers, d_ff=d_ff)
-    assert benchmark.parameters_read(config) / 1e6 == pytest.approx(millions, rel=1e-3)
-
-
 # --- a whole cell -------------------------------------------------------------------------------------------
 
 CONFIG = T5Config(
@@ -210,8 +194,16 @@ def test_a_sampled_cell_with_a_smaller_draft(job):
     assert 0 < figures['alpha_low'] <= figures['alpha'] <= figures['alpha_high'] < 1
     read = 6 * 16 * 16 + 40 * 16
     assert figures['c_hat'] == (read + 3 * 16 * 16) / (read + 3 * 16 * 32)
+
+
+def test_operations_are_those_of_models_that_count_them(job):
+    draft = ModelDrafter(T5.create(SMALLER, jax.random.key(1)))
+    figures = benchmark.operations(job.target, draft, None, 2)
+    read = 6 * 16 * 16 + 40 * 16
+    assert figures == dict(c_hat=(read + 3 * 16 * 16) / (read + 3 * 16 * 32), operations_factor=None)
     none = dict(c_hat=None, operations_factor=None)
     assert benchmark.operations(job.target, PromptLookup(), 0.5, 2) == none
+    assert benchmark.operations(object(), draft, 0.5, 2) == none
 
 
 def test_counts_by_batch_add_up_to_those_of_all_and_to_the_ids(job):

@@ -3,6 +3,7 @@
 import pytest
 
 from spec_jax.models import t5_sizes
+from spec_jax.models.t5 import T5
 
 
 def parameters(config):
@@ -33,6 +34,15 @@ def parameters(config):
 )
 def test_a_name_gives_the_released_checkpoints_number_of_parameters(name, expected):
     assert parameters(t5_sizes.sized(name)) == expected
+
+
+@pytest.mark.parametrize(
+    'size, millions', dict(small=38.5, base=123.8, large=391.6, xl=1425, xxl=5568).items()
+)
+def test_parameters_read_by_a_step_of_t5_v1_1(size, millions):
+    assert T5({}, t5_sizes.sized(f't5-v1_1-{size}')).parameters_read / 1e6 == pytest.approx(
+        millions, rel=1e-3
+    )
 
 
 def test_the_size_of_a_configuration():
