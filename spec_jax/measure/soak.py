@@ -24,7 +24,7 @@ from tabulate import tabulate
 from spec_jax import analysis
 from spec_jax.measure import pipeline
 from spec_jax.measure.pipeline import Program, Settings
-from spec_jax.text import data
+from spec_jax.text.batches import bucket_lengths
 from spec_jax.types import Stats
 
 _COMPILED = (
@@ -85,7 +85,7 @@ class Sample:
 def make_passes(sources: Sequence[np.ndarray], prompts: int, settings: Settings) -> list[list[np.ndarray]]:
     """Prompts of every length, cut from the sources laid end to end, which begin anew where they end.
 
-    A pass begins with an empty line and has two batches of each width (`data.bucket_lengths`), of lengths drawn
+    A pass begins with an empty line and has two batches of each width (`batches.bucket_lengths`), of lengths drawn
     evenly. The last pass may be shorter.
 
     Args:
@@ -102,7 +102,7 @@ def make_passes(sources: Sequence[np.ndarray], prompts: int, settings: Settings)
     text = np.concatenate([np.zeros(0, np.int32), *(ids[:-1] for ids in sources)])
     if not len(text):
         raise ValueError('data: expected a line with text in it; got empty lines alone')
-    widths = np.array(data.bucket_lengths(settings.max_source_length, settings.narrowest))
+    widths = np.array(bucket_lengths(settings.max_source_length, settings.narrowest))
     size = _BATCHES * settings.batch_size * len(widths)
     if prompts < 2 * size:
         raise ValueError(

@@ -1,9 +1,8 @@
-"""Text from files to padded batches, in NumPy.
+"""Text from files to token ids, in NumPy.
 
-Axes: `B` rows of a batch, `S` source tokens, `T` target tokens.
+Axes: `S` source tokens, `T` target tokens.
 
 One line of a file is one example, in every format, so that line n of an output belongs to line n of an input.
-Lengths are rounded up to a few widths, so that a jitted program is compiled a few times and no more.
 """
 
 import gzip
@@ -13,12 +12,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
+# Old places of these names, for modules that still ask here.
+from spec_jax.text.batches import PAD_ID, Batch, bucket_batches, bucket_lengths, pad_rows  # noqa: F401
+
 FORMATS = ('text', 'tsv', 'jsonl')
-PAD_ID = 0  # T5's padding, which is also the decoder's start token
 _MISSING = object()
 
 
@@ -40,26 +40,6 @@ class Pairs:
 
     def __len__(self) -> int:
         return len(self.sources)
-
-
-class Batch(NamedTuple):
-    """Sources to decode. The last rows of a batch that is not full are filler: one token, row id -1."""
-
-    rows: np.ndarray  # [B] int32, index into the input
-    tokens: np.ndarray  # [B, S] int32
-    mask: np.ndarray  # [B, S] bool
-    num_real: int
-
-
-class TrainingBatch(NamedTuple):
-    """Pairs for teacher forcing. Filler rows have row id -1, a source of one token and no label."""
-
-    rows: np.ndarray  # [B] int32, index into the pairs
-    source: np.ndarray  # [B, S] int32
-    source_mask: np.ndarray  # [B, S] bool
-    decoder_input: np.ndarray  # [B, T] int32, the labels shifted right behind the start token
-    labels: np.ndarray  # [B, T] int32
-    label_mask: np.ndarray  # [B, T] bool, EOS included
 
 
 def read_examples(
@@ -286,205 +266,3 @@ def _encode(tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     # verbose=False: transformers would warn of its own length limit, which is not ours.
     encoded = tokenizer(list(texts), verbose=False)['input_ids']
     return [np.array(ids if ids and ids[-1] == eos else [*ids, eos], np.int32) for ids in encoded]
-
-
-def bucket_lengths(max_length: int, smallest: int = 16) -> list[int]:
-    """Widths that lengths are rounded up to: 16, 24, 32, 48, 64, ... and `max_length` last.
-
-    One step between powers of two wastes a third of a row at most and keeps the compilations few.
-    """
-    if max_length < 1 or smallest < 2:
-        raise ValueError(f'expected max_length >= 1, smallest >= 2; got {max_length}, {smallest}: raise them')
-    widths, power = [], smallest
-    while power < max_length:
-        widths += [power, power + power // 2]
-        power *= 2
-    return [width for width in widths if width < max_length] + [max_length]
-
-
-def bucket_batches(
-    sequences: Sequence[np.ndarray],
-    batch_size: int,
-    max_length: int,
-    *,
-    smallest: int = 16,
-    pad_id: int = PAD_ID,
-) -> Iterator[Batch]:
-    """Batches of similar length, shortest first, each [batch_size, one of `bucket_lengths`].
-
-    Rows are sorted by length and cut into batches; only the first, the cheapest, may have filler rows:
-
-        batch_size 2, lengths 3 30 5 9 20  ->  [3, filler]  [5, 9]  [20, 30], of widths 16, 16, 32
-
-    Args:
-      sequences: int32 [S] each, of 1 to `max_length` tokens, the last of them EOS.
-      batch_size: rows of every batch.
-      max_length: the widest batch.
-      smallest: the narrowest batch.
-      pad_id: fills up rows.
-
-    Raises:
-      ValueError: a sequence is empty or longer than `max_length`, or `batch_size` is below 1.
-    """
-    if batch_size < 1:
-        raise ValueError(f'expected batch_size of 1 or more; got {batch_size}: raise it')
-    lengths = np.array([len(sequence) for sequence in sequences], int)
-    unfit = np.flatnonzero((lengths < 1) | (lengths > max_length))
-    if len(unfit):
-        where = f'{lengths[unfit[0]]} in row {unfit[0]}'
-        raise ValueError(f'expected sequences of 1 to {max_length} tokens; got {where}: cut them')
-    return _bucket_batches(sequences, lengths, batch_size, bucket_lengths(max_length, smallest), pad_id)
-
-
-def _bucket_batches(sequences, lengths, batch_size, widths, pad_id) -> Iterator[Batch]:
-    order = np.argsort(lengths, kind='stable')
-    # The first batch lacks rows where the number does not divide: it is the narrowest.
-    missing = -len(order) % batch_size
-    for start in range(-missing, len(order), batch_size):
-        chosen = order[max(start, 0) : start + batch_size]
-        width = widths[np.searchsorted(widths, lengths[chosen[-1]])]
-        eos = sequences[chosen[0]][-1:]
-        real = [sequences[row] for row in chosen]
-        tokens, mask = pad_rows(real, batch_size, width, filler=eos, pad_id=pad_id)
-        yield Batch(_row_ids(chosen, batch_size), tokens, mask, len(chosen))
-
-
-def pad_rows(
-    sequences: Sequence[np.ndarray],
-    num_rows: int,
-    width: int,
-    *,
-    filler: Sequence[int] = (),
-    pad_id: int = PAD_ID,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Pads sequences to one array; rows beyond them hold `filler`.
-
-    Returns tokens [B, S] int32 and mask [B, S] bool.
-    """
-    tokens = np.full((num_rows, width), pad_id, np.int32)
-    mask = np.zeros((num_rows, width), bool)
-    for row in range(num_rows):
-        sequence = sequences[row] if row < len(sequences) else filler
-        tokens[row, : len(sequence)] = sequence
-        mask[row, : len(sequence)] = True
-    return tokens, mask
-
-
-def _row_ids(rows: np.ndarray, num_rows: int) -> np.ndarray:
-    """Row ids [B] int32, -1 for filler rows."""
-    ids = np.full(num_rows, -1, np.int32)
-    ids[: len(rows)] = rows
-    return ids
-
-
-class Bucket(NamedTuple):
-    """Pairs that are trained on in one shape, [batch_size, width] for source and target."""
-
-    width: int
-    batch_size: int
-    rows: np.ndarray  # [N] int, index into the pairs
-
-    @property
-    def num_batches(self) -> int:
-        return -(-len(self.rows) // self.batch_size)
-
-
-def training_widths(lengths: np.ndarray, num_widths: int = 8) -> list[int]:
-    """The widths, multiples of 4, that pad these lengths least, by dynamic programming; at most `num_widths`.
-
-    Most sentences are short and a few are long: of everyday sentences mixed with manuals, 41% of the tokens
-    are padding with the widths 16, 24, 32, 48, ... and 24% with these.
-    """
-    edges = np.arange(0, max(lengths) + 4, 4)  # [E]
-    # tokens[i, j] is what a bucket of width edges[j] costs when the next narrower one is edges[i].
-    fitting = np.searchsorted(np.sort(lengths), edges, side='right')
-    tokens = (fitting[None, :] - fitting[:, None]) * edges.astype(float)  # [E, E]
-    tokens[np.tril_indices(len(edges), -1)] = np.inf
-    least, choices = tokens[0], []
-    for _ in range(num_widths - 1):
-        total = least[:, None] + tokens
-        least, choices = total.min(axis=0), [total.argmin(axis=0), *choices]
-    chosen = [len(edges) - 1]
-    for previous in choices:
-        chosen.append(previous[chosen[-1]])
-    return sorted({int(edges[edge]) for edge in chosen if edge > 0})
-
-
-def training_buckets(pairs: Pairs, tokens_per_batch: int, num_widths: int = 8) -> list[Bucket]:
-    """Sorts pairs into at most `num_widths` buckets by the longer of their sides, narrowest first."""
-    if tokens_per_batch < 1 or num_widths < 1:
-        raise ValueError(
-            f'expected tokens_per_batch, num_widths >= 1; got {tokens_per_batch}, {num_widths}: raise them'
-        )
-    both = zip(pairs.sources, pairs.targets, strict=True)
-    lengths = np.array([max(len(source), len(target)) for source, target in both])
-    widths = training_widths(lengths, num_widths)
-    bucket_of = np.searchsorted(widths, lengths)
-    return [
-        Bucket(widths[n], max(1, tokens_per_batch // widths[n]), np.flatnonzero(bucket_of == n))
-        for n in np.unique(bucket_of)
-    ]
-
-
-def steps_per_epoch(pairs: Pairs, tokens_per_batch: int, num_widths: int = 8) -> int:
-    """Number of batches in which `training_batches` shows every pair once."""
-    return sum(bucket.num_batches for bucket in training_buckets(pairs, tokens_per_batch, num_widths))
-
-
-def training_batches(
-    pairs: Pairs,
-    tokens_per_batch: int,
-    seed: int,
-    *,
-    start_step: int = 0,
-    num_epochs: int | None = None,
-    num_widths: int = 8,
-) -> Iterator[TrainingBatch]:
-    """Batches for teacher forcing, every pair once an epoch, in an order given by (seed, epoch).
-
-    Started at step N, it goes on as an uninterrupted run would from its batch N.
-
-    Args:
-      pairs: from `encode_pairs`.
-      tokens_per_batch: rows times width of a batch, source and target each; a batch has one row at least.
-      seed: chooses the order.
-      start_step: batches of the whole run to leave out; they cost nothing.
-      num_epochs: epochs of the whole run; None goes on for ever.
-      num_widths: the most shapes [B, width] that a program is compiled for.
-
-    Raises:
-      ValueError: `tokens_per_batch` or `num_widths` is below 1, or `start_step` below 0.
-    """
-    if start_step < 0:
-        raise ValueError(f'expected start_step of 0 or more; got {start_step}: count the batches seen')
-    buckets = training_buckets(pairs, tokens_per_batch, num_widths)
-    return _training_batches(pairs, buckets, seed, start_step, num_epochs)
-
-
-def _training_batches(pairs, buckets, seed, start_step, num_epochs) -> Iterator[TrainingBatch]:
-    epoch, skipped = divmod(start_step, sum(bucket.num_batches for bucket in buckets))
-    while num_epochs is None or epoch < num_epochs:
-        for bucket, rows in _shuffled_epoch(buckets, seed, epoch)[skipped:]:
-            yield _training_batch(pairs, rows, bucket)
-        epoch, skipped = epoch + 1, 0
-
-
-def _shuffled_epoch(buckets: list[Bucket], seed: int, epoch: int) -> list[tuple[Bucket, np.ndarray]]:
-    """The batches of one epoch, in order. Those of a bucket are equally full: none holds a mere handful."""
-    random = np.random.default_rng((seed, epoch))
-    batches = []
-    for bucket in buckets:
-        shuffled = random.permutation(bucket.rows)
-        batches += [(bucket, rows) for rows in np.array_split(shuffled, bucket.num_batches)]
-    return [batches[n] for n in random.permutation(len(batches))]
-
-
-def _training_batch(pairs: Pairs, rows: np.ndarray, bucket: Bucket) -> TrainingBatch:
-    filler = pairs.sources[rows[0]][-1:]  # EOS alone: attention to nothing at all is NaN
-    shape = bucket.batch_size, bucket.width
-    source, source_mask = pad_rows([pairs.sources[row] for row in rows], *shape, filler=filler)
-    labels, label_mask = pad_rows([pairs.targets[row] for row in rows], *shape)
-    decoder_input = np.roll(labels, 1, axis=1)
-    decoder_input[:, 0] = PAD_ID
-    row_ids = _row_ids(rows, bucket.batch_size)
-    return TrainingBatch(row_ids, source, source_mask, decoder_input, labels, label_mask)

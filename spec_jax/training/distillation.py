@@ -22,6 +22,7 @@ from spec_jax.run.journal import Journal
 from spec_jax.run.report import make_workdir, write_text
 from spec_jax.sampling import SamplingConfig
 from spec_jax.text import data
+from spec_jax.text.batches import bucket_batches
 from spec_jax.training import evaluation
 
 
@@ -78,7 +79,7 @@ def distill(
     run |= dict(temperature=temperature, seed=seed, dtype=np.dtype(target.dtype).name)
     run |= dict(sources=zlib.crc32('\n'.join(sources).encode()), target=_fingerprint(target))
     journal = Journal.open(workdir / 'distilled.jsonl', run)
-    batches = data.bucket_batches([sequences[row] for row in rows], batch_size, max_source_length)
+    batches = bucket_batches([sequences[row] for row in rows], batch_size, max_source_length)
     with tqdm(total=len(rows), initial=len(journal.records), unit=' sentences', smoothing=0.05) as bar:
         sampling, key = SamplingConfig(temperature=temperature), jax.random.key(seed)
         _fill(journal, target, tokenizer, list(batches), rows, sampling, key, bar, stop)

@@ -18,6 +18,8 @@ from spec_jax.decoding import plain_generate
 from spec_jax.models.t5 import T5
 from spec_jax.sampling import GREEDY, SamplingConfig, row_keys
 from spec_jax.text import data, metrics
+from spec_jax.text.batches import Batch, bucket_batches
+from spec_jax.training.batches import TrainingBatch, training_batches
 from spec_jax.training.recipe import files
 from spec_jax.training.train import batch_loss
 from spec_jax.types import Inputs
@@ -76,7 +78,7 @@ class Validation:
         """{file: {'loss': nats a label, 'bleu': 0 .. 100}}; None where `stop` cut it short."""
         scores = {}
         for name, pairs in self.pairs.items():
-            batches = data.training_batches(pairs, self.config.tokens_per_batch, 0, num_epochs=1)
+            batches = training_batches(pairs, self.config.tokens_per_batch, 0, num_epochs=1)
             scores[name] = {'loss': validation_loss(model, batches, stop)}
             if self.examples[name]:
                 scores[name]['bleu'] = bleu(
@@ -125,7 +127,7 @@ def read_pairs(config: ConfigDict, tokenizer, names: Sequence[str]) -> data.Pair
 
 
 def validation_loss(
-    model: T5, batches: Iterable[data.TrainingBatch], stop: Callable[[], bool] = never
+    model: T5, batches: Iterable[TrainingBatch], stop: Callable[[], bool] = never
 ) -> float | None:
     """Mean cross-entropy per label in nats, without dropout; None where `stop` cut it short."""
     total = count = 0.0
@@ -142,7 +144,7 @@ def length_limit(source_length: int) -> int:
     return 2 * source_length + 8
 
 
-def translate(model: T5, tokenizer, batch: data.Batch, sampling: SamplingConfig, key) -> list[Translation]:
+def translate(model: T5, tokenizer, batch: Batch, sampling: SamplingConfig, key) -> list[Translation]:
     """Decodes a batch plainly, up to `length_limit` of its width.
 
     Args:
@@ -182,7 +184,7 @@ def translate_all(
 ) -> Iterator[tuple[int, Translation]]:
     """Translates encoded sources, each [S], in batches of similar length; yields row and translation."""
     key = jax.random.key(0)
-    for batch in data.bucket_batches(sequences, batch_size, max_source_length):
+    for batch in bucket_batches(sequences, batch_size, max_source_length):
         if stop():
             return
         yield from zip(batch.rows.tolist(), translate(model, tokenizer, batch, sampling, key), strict=False)

@@ -17,9 +17,9 @@ from tqdm import tqdm
 from spec_jax.models.t5 import T5
 from spec_jax.models.t5_weights import load_t5, save_t5
 from spec_jax.run.report import make_workdir
-from spec_jax.text import data
 from spec_jax.text.tokenizers import copy_tokenizer, load_tokenizer
 from spec_jax.training import checkpoints, train
+from spec_jax.training.batches import TrainingBatch, training_batches
 from spec_jax.training.evaluation import Validation, describe_scores, never, read_pairs
 from spec_jax.training.history import History
 from spec_jax.training.recipe import check_recipe, files, model_config
@@ -98,7 +98,7 @@ def train_model(config: ConfigDict, workdir: pathlib.Path, stop: Callable[[], bo
             raise ValueError(f'steps: expected {start} or more, as far as {workdir} is, got {config.steps}')
         history = History.open(workdir / 'report.json', start)
         history.describe(config, state.model, pairs)
-        batches = data.training_batches(pairs, config.tokens_per_batch, config.seed, start_step=start)
+        batches = training_batches(pairs, config.tokens_per_batch, config.seed, start_step=start)
         save = functools.partial(checkpoints.save, manager)
         state = _run(config, state, batches, update, validation, history, save, stop)
     if int(state.step) == config.steps:
@@ -135,7 +135,7 @@ def _make_update(config: ConfigDict, setup: Setup) -> Callable:
         )
     key = jax.random.key(config.seed + 1)
 
-    def update(state: train.TrainState, batch: data.TrainingBatch) -> tuple[train.TrainState, jax.Array]:
+    def update(state: train.TrainState, batch: TrainingBatch) -> tuple[train.TrainState, jax.Array]:
         return train.train_step(
             state,
             batch,

@@ -15,7 +15,7 @@ import optax
 from jax import Array
 
 from spec_jax.models.t5 import T5
-from spec_jax.text.data import TrainingBatch
+from spec_jax.training.batches import TrainingBatch
 from spec_jax.training.losses import cross_entropy, distillation
 from spec_jax.types import Inputs
 

@@ -9,9 +9,10 @@ import optax
 import pytest
 
 from spec_jax.models.t5_weights import load_t5
-from spec_jax.text import data
+from spec_jax.text.batches import pad_rows
 from spec_jax.text.tokenizers import load_tokenizer
 from spec_jax.training import evaluation, loop, losses, train
+from spec_jax.training.batches import TrainingBatch, training_batches
 from spec_jax.training.history import History
 from spec_jax.types import Inputs
 
@@ -79,7 +80,7 @@ def test_a_distilled_loss_is_part_labels_and_part_teacher():
     student, teacher = jax.random.normal(jax.random.key(0), (2, 1, 2, 3))  # [B, T, V] each
     student, teacher = (SimpleNamespace(forward=lambda *_, out=out: out) for out in (student, teacher))
     labels, mask = jnp.array([[2, 0]]), jnp.array([[True, True]])
-    batch = data.TrainingBatch(None, None, None, None, labels, mask)
+    batch = TrainingBatch(None, None, None, None, labels, mask)
     total, count = train.distilled_loss(student, teacher, batch, None, smoothing=0.1, weight=0.25)
     hard, _ = losses.cross_entropy(student.forward(), labels, mask, 0.1)
     soft, _ = losses.distillation(student.forward(), teacher.forward(), labels, mask)
@@ -106,12 +107,12 @@ def test_optimizers_go_downhill_with_clipped_gradients(name):
 def test_label_padding_and_filler_rows_do_not_count(finished, config):
     model = load_t5(finished / 'export')
     pairs = evaluation.read_pairs(config, load_tokenizer(config.tokenizer), [config.data.train])
-    (narrow,) = data.training_batches(pairs, 64, 0, num_epochs=1)
-    source, source_mask = data.pad_rows([pairs.sources[row] for row in narrow.rows], 10, 11, filler=[1])
-    labels, label_mask = data.pad_rows([pairs.targets[row] for row in narrow.rows], 10, 9)
+    (narrow,) = training_batches(pairs, 64, 0, num_epochs=1)
+    source, source_mask = pad_rows([pairs.sources[row] for row in narrow.rows], 10, 11, filler=[1])
+    labels, label_mask = pad_rows([pairs.targets[row] for row in narrow.rows], 10, 9)
     decoder_input = np.roll(labels, 1, axis=1)
     decoder_input[:, 0] = 0
-    wide = data.TrainingBatch(narrow.rows, source, source_mask, decoder_input, labels, label_mask)
+    wide = TrainingBatch(narrow.rows, source, source_mask, decoder_input, labels, label_mask)
     loss = evaluation.validation_loss(model, [narrow])
     np.testing.assert_allclose(evaluation.validation_loss(model, [wide]), loss, rtol=1e-4)
     np.testing.assert_allclose(evaluation.validation_loss(model, [wide, narrow]), loss, rtol=1e-4)
@@ -120,7 +121,7 @@ def test_label_padding_and_filler_rows_do_not_count(finished, config):
 def test_validation_loss_is_the_mean_log_probability_of_the_labels(finished, config):
     model = load_t5(finished / 'export')
     pairs = evaluation.read_pairs(config, load_tokenizer(config.tokenizer), [config.data.train])
-    batches = list(data.training_batches(pairs, 24, 0, num_epochs=1))
+    batches = list(training_batches(pairs, 24, 0, num_epochs=1))
     assert [batch.source.shape for batch in batches] == [(3, 8)] * 3
     sources, targets = np.array(pairs.sources), np.array(pairs.targets)  # five tokens each
     shifted = np.concatenate([np.zeros((8, 1), np.int32), targets[:, :-1]], axis=1)
