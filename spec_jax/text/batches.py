@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-PAD_ID = 0  # T5's padding, which is also the decoder's start token
-
 
 class Batch(NamedTuple):
     """Sources to decode. The last rows of a batch that is not full are filler: one token, row id -1."""
@@ -42,7 +40,7 @@ def bucket_batches(
     max_length: int,
     *,
     smallest: int = 16,
-    pad_id: int = PAD_ID,
+    pad_id: int = 0,
 ) -> Iterator[Batch]:
     """Batches of similar length, shortest first, each [batch_size, one of `bucket_lengths`].
 
@@ -55,7 +53,7 @@ def bucket_batches(
       batch_size: rows of every batch.
       max_length: the widest batch.
       smallest: the narrowest batch.
-      pad_id: fills up rows.
+      pad_id: fills up rows; the model's.
 
     Raises:
       ValueError: a sequence is empty or longer than `max_length`, or `batch_size` is below 1.
@@ -89,9 +87,9 @@ def pad_rows(
     width: int,
     *,
     filler: Sequence[int] = (),
-    pad_id: int = PAD_ID,
+    pad_id: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pads sequences to one array; rows beyond them hold `filler`.
+    """Pads sequences to one array with the model's `pad_id`; rows after the last of them hold `filler`.
 
     Returns tokens [B, S] int32 and mask [B, S] bool.
     """

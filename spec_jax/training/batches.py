@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spec_jax.text.batches import PAD_ID, pad_rows, padded_row_ids
+from spec_jax.text.batches import pad_rows, padded_row_ids
 from spec_jax.text.data import Pairs
 
 
@@ -20,7 +20,7 @@ class TrainingBatch(NamedTuple):
     rows: np.ndarray  # [B] int32, index into the pairs
     source: np.ndarray  # [B, S] int32
     source_mask: np.ndarray  # [B, S] bool
-    decoder_input: np.ndarray  # [B, T] int32, the labels shifted right behind the start token
+    decoder_input: np.ndarray  # [B, T] int32, the labels shifted right after the start token
     labels: np.ndarray  # [B, T] int32
     label_mask: np.ndarray  # [B, T] bool, EOS included
 
@@ -84,6 +84,8 @@ def training_batches(
     tokens_per_batch: int,
     seed: int,
     *,
+    pad_id: int,
+    start_id: int,
     start_step: int = 0,
     num_epochs: int | None = None,
     num_widths: int = 8,
@@ -96,6 +98,8 @@ def training_batches(
       pairs: from `encode_pairs`.
       tokens_per_batch: rows times width of a batch, source and target each; a batch has one row at least.
       seed: chooses the order.
+      pad_id: fills up rows; the model's.
+      start_id: the model's, before the labels as the decoder's input.
       start_step: batches of the whole run to leave out; they cost nothing.
       num_epochs: epochs of the whole run; None goes on for ever.
       num_widths: the most shapes [B, width] that a program is compiled for.
@@ -106,14 +110,15 @@ def training_batches(
     if start_step < 0:
         raise ValueError(f'expected start_step of 0 or more; got {start_step}: count the batches seen')
     buckets = training_buckets(pairs, tokens_per_batch, num_widths)
-    return _training_batches(pairs, buckets, seed, start_step, num_epochs)
+    ids = dict(pad_id=pad_id, start_id=start_id)
+    return _training_batches(pairs, buckets, seed, start_step, num_epochs, ids)
 
 
-def _training_batches(pairs, buckets, seed, start_step, num_epochs) -> Iterator[TrainingBatch]:
+def _training_batches(pairs, buckets, seed, start_step, num_epochs, ids) -> Iterator[TrainingBatch]:
     epoch, skipped = divmod(start_step, sum(bucket.num_batches for bucket in buckets))
     while num_epochs is None or epoch < num_epochs:
         for bucket, rows in _shuffled_epoch(buckets, seed, epoch)[skipped:]:
-            yield _training_batch(pairs, rows, bucket)
+            yield _training_batch(pairs, rows, bucket, **ids)
         epoch, skipped = epoch + 1, 0
 
 
@@ -127,12 +132,15 @@ def _shuffled_epoch(buckets: list[Bucket], seed: int, epoch: int) -> list[tuple[
     return [batches[n] for n in random.permutation(len(batches))]
 
 
-def _training_batch(pairs: Pairs, rows: np.ndarray, bucket: Bucket) -> TrainingBatch:
+def _training_batch(
+    pairs: Pairs, rows: np.ndarray, bucket: Bucket, *, pad_id: int, start_id: int
+) -> TrainingBatch:
     filler = pairs.sources[rows[0]][-1:]  # EOS alone: attention to nothing at all is NaN
     shape = bucket.batch_size, bucket.width
-    source, source_mask = pad_rows([pairs.sources[row] for row in rows], *shape, filler=filler)
-    labels, label_mask = pad_rows([pairs.targets[row] for row in rows], *shape)
+    sources, targets = ([side[row] for row in rows] for side in (pairs.sources, pairs.targets))
+    source, source_mask = pad_rows(sources, *shape, filler=filler, pad_id=pad_id)
+    labels, label_mask = pad_rows(targets, *shape, pad_id=pad_id)
     decoder_input = np.roll(labels, 1, axis=1)
-    decoder_input[:, 0] = PAD_ID
+    decoder_input[:, 0] = start_id
     row_ids = padded_row_ids(rows, bucket.batch_size)
     return TrainingBatch(row_ids, source, source_mask, decoder_input, labels, label_mask)

@@ -79,7 +79,8 @@ def distill(
     run |= dict(temperature=temperature, seed=seed, dtype=np.dtype(target.dtype).name)
     run |= dict(sources=zlib.crc32('\n'.join(sources).encode()), target=_fingerprint(target))
     journal = Journal.open(workdir / 'distilled.jsonl', run)
-    batches = bucket_batches([sequences[row] for row in rows], batch_size, max_source_length)
+    kept = [sequences[row] for row in rows]
+    batches = bucket_batches(kept, batch_size, max_source_length, pad_id=target.pad_id)
     with tqdm(total=len(rows), initial=len(journal.records), unit=' sentences', smoothing=0.05) as bar:
         sampling, key = SamplingConfig(temperature=temperature), jax.random.key(seed)
         _fill(journal, target, tokenizer, list(batches), rows, sampling, key, bar, stop)

@@ -78,7 +78,14 @@ class Validation:
         """{file: {'loss': nats a label, 'bleu': 0 .. 100}}; None where `stop` cut it short."""
         scores = {}
         for name, pairs in self.pairs.items():
-            batches = training_batches(pairs, self.config.tokens_per_batch, 0, num_epochs=1)
+            batches = training_batches(
+                pairs,
+                self.config.tokens_per_batch,
+                0,
+                pad_id=model.pad_id,
+                start_id=model.start_id,
+                num_epochs=1,
+            )
             scores[name] = {'loss': validation_loss(model, batches, stop)}
             if self.examples[name]:
                 scores[name]['bleu'] = bleu(
@@ -184,7 +191,7 @@ def translate_all(
 ) -> Iterator[tuple[int, Translation]]:
     """Translates encoded sources, each [S], in batches of similar length; yields row and translation."""
     key = jax.random.key(0)
-    for batch in bucket_batches(sequences, batch_size, max_source_length):
+    for batch in bucket_batches(sequences, batch_size, max_source_length, pad_id=model.pad_id):
         if stop():
             return
         yield from zip(batch.rows.tolist(), translate(model, tokenizer, batch, sampling, key), strict=False)

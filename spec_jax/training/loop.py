@@ -98,7 +98,8 @@ def train_model(config: ConfigDict, workdir: pathlib.Path, stop: Callable[[], bo
             raise ValueError(f'steps: expected {start} or more, as far as {workdir} is, got {config.steps}')
         history = History.open(workdir / 'report.json', start)
         history.describe(config, state.model, pairs)
-        batches = training_batches(pairs, config.tokens_per_batch, config.seed, start_step=start)
+        ids = dict(pad_id=state.model.pad_id, start_id=state.model.start_id)
+        batches = training_batches(pairs, config.tokens_per_batch, config.seed, **ids, start_step=start)
         save = functools.partial(checkpoints.save, manager)
         state = _run(config, state, batches, update, validation, history, save, stop)
     if int(state.step) == config.steps:

@@ -1,7 +1,8 @@
 """Counts the n-grams of texts, for `drafters.ngram`: a recipe of `scripts/train.py`.
 
 The texts are what the target should say: the right-hand column of pairs, which in scripts/distill.py's output
-is what it did say. Each is its pieces and EOS, behind as many start tokens as the longest context has places.
+is what it did say. Each is its pieces and EOS, after as many start tokens as the longest context has places. The
+start token is the tokenizer's padding, as T5's is.
 The keys of a configuration:
 
 recipe                 'ngram'
@@ -57,6 +58,7 @@ def train_ngram(config: ConfigDict, workdir: pathlib.Path) -> dict:
     """
     _check(config)
     tokenizer = load_tokenizer(config.tokenizer)
+    start_id = _start_id(tokenizer, config.tokenizer)
     read = {name: read_texts(files(config.data[name])) for name in ('train', 'valid')}
     export = make_workdir(pathlib.Path(workdir) / 'export')
     train = _encode(tokenizer, [text for texts in read['train'].values() for text in texts], 'counting')
@@ -67,12 +69,13 @@ def train_ngram(config: ConfigDict, workdir: pathlib.Path) -> dict:
         config.min_counts,
         config.max_successors,
         fingerprint(pieces(tokenizer)),
+        start_id,
     )
     save_ngram(export / FILE_NAME, counts)
     counted = dict(texts=len(train), tokens=sum(map(len, train)))
     about = counted | dict(
         kind='ngram', order=config.order, vocab_size=len(tokenizer), smoothing='Witten-Bell, interpolated',
-        start_id=data.PAD_ID, tokenizer=config.tokenizer, counted_from=list(read['train']),
+        start_id=start_id, tokenizer=config.tokenizer, counted_from=list(read['train']),
         min_counts=list(config.min_counts), max_successors=config.max_successors,
     )  # fmt: skip
     _write_json(export / 'config.json', about)
@@ -80,7 +83,7 @@ def train_ngram(config: ConfigDict, workdir: pathlib.Path) -> dict:
     for name, texts in read['valid'].items():
         valid = _encode(tokenizer, texts, f'measuring {pathlib.Path(name).name}')
         for k in range(config.order):
-            scores[k][name] = cross_entropy(make_drafter(counts, k + 1), valid)
+            scores[k][name] = cross_entropy(make_drafter(counts, k + 1), valid, start_id)
     report = counted | dict(
         orders=[
             dict(
@@ -118,21 +121,23 @@ def count_ngrams(
     min_counts: Sequence[int],
     max_successors: int,
     fingerprint: int = 0,
+    start_id: int = 0,
 ) -> NgramCounts:
     """Counts what follows every context of 0 to `order` - 1 tokens.
 
     Args:
-      texts: token ids of each, EOS last where it is to be foretold too; the start token is put before them.
+      texts: token ids of each, EOS last where it is to be foretold too.
       order: tokens of the longest n-gram.
       vocab_size: V, pieces of the tokenizer.
       min_counts: by order, how often an n-gram has to come to be kept.
       max_successors: K, the most that a context of one token or more keeps; of equals, the smaller ids.
       fingerprint: of the pieces.
+      start_id: put before each text.
 
     Raises:
       ValueError: there is no token, or an id is not below `vocab_size`.
     """
-    start = np.full(order - 1, data.PAD_ID)
+    start = np.full(order - 1, start_id)
     tokens = np.concatenate([start[:0], *(part for text in texts for part in (start, text))]).astype(np.int64)
     counted = np.concatenate([np.zeros(0, bool), *(np.arange(-len(start), len(text)) >= 0 for text in texts)])
     if not counted.any():
@@ -176,12 +181,12 @@ def _count_level(grams, contexts, vocab_size, min_count, max_successors) -> Leve
     )
 
 
-def cross_entropy(drafter: NgramDrafter, texts: Sequence[np.ndarray]) -> float:
+def cross_entropy(drafter: NgramDrafter, texts: Sequence[np.ndarray], start_id: int = 0) -> float:
     """Nats a token of texts, EOS included, under the q of `make_drafter`'s draft."""
     places = drafter.order - 1
     contexts = [
         np.lib.stride_tricks.sliding_window_view(
-            np.pad(text, (places, 0), constant_values=data.PAD_ID), places + 1
+            np.pad(text, (places, 0), constant_values=start_id), places + 1
         )
         for text in texts
     ]
@@ -217,6 +222,16 @@ def _encode(tokenizer, texts: list[str], doing: str) -> list[np.ndarray]:
             encoded += data.encode_sources(tokenizer, some, max_source_length=2**31)[0]
             bar.update(len(some))
     return encoded
+
+
+def _start_id(tokenizer, source: str) -> int:
+    """The token that texts start from: the tokenizer's padding, as T5's decoder has it."""
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            f'{source}: expected a tokenizer with a padding token, which texts start from; got none: add pad_token '
+            'to its tokenizer_config.json'
+        )
+    return tokenizer.pad_token_id
 
 
 def _check(config: ConfigDict) -> None:

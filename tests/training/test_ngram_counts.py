@@ -1,6 +1,7 @@
 """Counting n-grams, and the recipe from texts to an export."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -104,6 +105,14 @@ def test_cross_entropy_by_hand():
     assert cross_entropy(make_drafter(counts, 1), texts) == pytest.approx(expected, rel=1e-12)
 
 
+def test_texts_begin_with_the_start_token_that_is_given():
+    counts = count_ngrams(BY_HAND, 2, 5, (1, 1), 9, start_id=4)
+    assert as_dict(counts.levels[1])[4,] == (3, [(2, 2)]) and (0,) not in as_dict(counts.levels[1])
+    texts = [np.array([2])]
+    assert cross_entropy(make_drafter(counts), texts, start_id=4) == pytest.approx(-np.log(4 / 5), rel=1e-12)
+    assert cross_entropy(make_drafter(counts), texts, start_id=0) > -np.log(4 / 5)
+
+
 # --- the recipe ---------------------------------------------------------------------------------------------
 
 
@@ -128,6 +137,17 @@ def test_the_target_side_of_pairs_is_counted_and_every_line_of_plain_text(tmp_pa
     (tmp_path / 'd.txt').write_text('\n\n')
     with pytest.raises(ValueError, match='d.txt: expected texts, got empty lines alone'):
         read_texts([tmp_path / 'd.txt'])
+
+
+def test_a_tokenizer_without_padding_has_no_start_token(tmp_path, tokenizer_folder, pairs_file):
+    folder = shutil.copytree(tokenizer_folder, tmp_path / 'tokenizer')
+    names = json.loads((folder / 'tokenizer_config.json').read_text())
+    del names['pad_token']
+    (folder / 'tokenizer_config.json').write_text(json.dumps(names))
+    with pytest.raises(
+        ValueError, match='tokenizer: expected a tokenizer with a padding token, .*; got none'
+    ):
+        train_ngram(recipe(folder, pairs_file), tmp_path / 'workdir')
 
 
 def test_a_run_leaves_counts_that_load_and_a_report(tmp_path, tokenizer_folder, pairs_file):

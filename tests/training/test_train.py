@@ -107,7 +107,7 @@ def test_optimizers_go_downhill_with_clipped_gradients(name):
 def test_label_padding_and_filler_rows_do_not_count(finished, config):
     model = load_t5(finished / 'export')
     pairs = evaluation.read_pairs(config, load_tokenizer(config.tokenizer), [config.data.train])
-    (narrow,) = training_batches(pairs, 64, 0, num_epochs=1)
+    (narrow,) = training_batches(pairs, 64, 0, pad_id=0, start_id=0, num_epochs=1)
     source, source_mask = pad_rows([pairs.sources[row] for row in narrow.rows], 10, 11, filler=[1])
     labels, label_mask = pad_rows([pairs.targets[row] for row in narrow.rows], 10, 9)
     decoder_input = np.roll(labels, 1, axis=1)
@@ -121,7 +121,7 @@ def test_label_padding_and_filler_rows_do_not_count(finished, config):
 def test_validation_loss_is_the_mean_log_probability_of_the_labels(finished, config):
     model = load_t5(finished / 'export')
     pairs = evaluation.read_pairs(config, load_tokenizer(config.tokenizer), [config.data.train])
-    batches = list(training_batches(pairs, 24, 0, num_epochs=1))
+    batches = list(training_batches(pairs, 24, 0, pad_id=0, start_id=0, num_epochs=1))
     assert [batch.source.shape for batch in batches] == [(3, 8)] * 3
     sources, targets = np.array(pairs.sources), np.array(pairs.targets)  # five tokens each
     shifted = np.concatenate([np.zeros((8, 1), np.int32), targets[:, :-1]], axis=1)

@@ -1,14 +1,17 @@
 """Batches to train on. Axes: `B` rows, `S` source tokens, `T` target tokens."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 
 from spec_jax.text.data import Pairs
-from spec_jax.training.batches import steps_per_epoch, training_batches, training_widths
+from spec_jax.training import batches as module
+from spec_jax.training.batches import steps_per_epoch, training_widths
 
 EOS = 1
+training_batches = partial(module.training_batches, pad_id=0, start_id=0)
 
 
 def sequences(*lengths):
@@ -57,6 +60,15 @@ def test_a_training_batch_is_shifted_and_masked():
     assert batch.decoder_input[order].tolist() == [[0, 0, 0, 0], [0, 50, EOS, 0], [0, 50, 51, 52]]
     assert batch.labels[order].tolist() == [[0, 0, 0, 0], [50, EOS, 0, 0], [50, 51, 52, EOS]]
     assert batch.label_mask[order].tolist() == [[False] * 4, [True, True, False, False], [True] * 4]
+
+
+def test_padding_and_the_first_input_are_the_models():
+    two = Pairs(sequences(3, 2), sequences(2, 4), num_dropped=0)
+    (batch,) = training_batches(two, 12, seed=0, num_epochs=1, pad_id=7, start_id=8)
+    order = np.argsort(batch.rows)
+    assert batch.source[order].tolist() == [[EOS, 7, 7, 7], [50, 51, EOS, 7], [50, EOS, 7, 7]]
+    assert batch.labels[order].tolist() == [[7, 7, 7, 7], [50, EOS, 7, 7], [50, 51, 52, EOS]]
+    assert batch.decoder_input[order].tolist() == [[8, 7, 7, 7], [8, 50, EOS, 7], [8, 50, 51, 52]]
 
 
 def test_every_pair_is_seen_once_an_epoch_in_few_shapes():
