@@ -19,7 +19,7 @@ from absl import flags
 from tqdm import tqdm
 
 from spec_jax.drafters.build import build_named, own_checksum
-from spec_jax.measure import auto_gamma, benchmark, benchmark_report, pipeline
+from spec_jax.measure import auto_gamma, benchmark, benchmark_report, setup
 from spec_jax.run import cli, report
 from spec_jax.run.journal import Journal
 from spec_jax.text import metrics
@@ -35,17 +35,17 @@ _ELSEWHERE = ('draft', 'gamma', 'temperature', 'batch_size', 'compare', 'alpha',
 def main(_):
     config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
     settings = _settings(config)
-    automatic = config.gamma == pipeline.AUTO
+    automatic = config.gamma == setup.AUTO
     base, cells = _cells(config, auto_gamma.PROBE if automatic else config.gamma)
     settings = base.settings(settings)
-    job = pipeline.load(config, settings, default_limit=config.benchmark.lines)
+    job = setup.load(config, settings, default_limit=config.benchmark.lines)
     drafters = {
         draft: build_named(draft, config.draft, job.target, job.tokenizer, config.dtype)
         for draft in dict.fromkeys(cell.draft for cell in cells)
     }
     if cut := job.truncation():
         print(cut)
-    job = dataclasses.replace(job, settings=pipeline.one_width(job.settings, job.sources))
+    job = dataclasses.replace(job, settings=setup.one_width(job.settings, job.sources))
 
     run = _run(config, job)
     if automatic:
@@ -123,7 +123,7 @@ def _run(config, job):
     """What all cells depend on."""
     run = {name: value for name, value in config.to_dict().items() if name not in _ELSEWHERE}
     return run | dict(
-        sources=pipeline.checksum(job.sources),
+        sources=setup.checksum(job.sources),
         device=report.device(),
         metric=config.benchmark.metric,
         version=_RECORD_VERSION,
@@ -137,10 +137,10 @@ def _identity(config, cell):
 
 
 def _settings(config):
-    settings = pipeline.settings_from(config, auto=auto_gamma.PROBE)
-    if settings.lenience < 1:
+    settings = setup.settings_from(config, auto=auto_gamma.PROBE)
+    if settings.decode.rule.lossy:
         raise ValueError(
-            f'lenience: expected 1, got {settings.lenience:g}; only exact decoding is held beside the theory'
+            f'lenience: expected 1, got {config.lenience:g}; only exact decoding is held beside the theory'
         )
     return settings
 

@@ -15,7 +15,7 @@ from absl import flags
 from tqdm import tqdm
 
 from spec_jax.drafters.build import build_named
-from spec_jax.measure import overhead, pipeline
+from spec_jax.measure import overhead, setup
 from spec_jax.run import cli, report
 
 _CONFIG = cli.define_config()
@@ -30,11 +30,11 @@ _LINES = 30  # where data.limit is 0
 
 def main(_):
     config, workdir, start = _CONFIG.value, report.make_workdir(_WORKDIR.value), time.perf_counter()
-    settings = pipeline.settings_from(config)
+    settings = setup.settings_from(config)
     overhead.check(settings)
-    job = pipeline.load(config, settings, default_limit=_LINES)
+    job = setup.load(config, settings, default_limit=_LINES)
     drafters = {entry: _build(entry, config, job) for entry in _entries(config)}
-    settings = pipeline.one_width(job.settings, job.sources)
+    settings = setup.one_width(job.settings, job.sources)
     print(f'{len(job.sources)} lines, {len(drafters)} drafts; compiling takes a minute or two', flush=True)
     progress = partial(tqdm, unit='batch', dynamic_ncols=True, desc='measuring')
     rows = overhead.measure(
@@ -45,7 +45,7 @@ def main(_):
         'target': config.target,
         'data': f'{config.data.path}, {len(job.sources)} lines, {job.num_truncated} of them cut to '
         f'{config.max_source_length} tokens; {rows[0]["tokens"]} tokens of output',
-        'gamma': f'{settings.gamma}, batch size {settings.batch_size}, {config.repeats} runs of each batch',
+        'gamma': f'{settings.decode.gamma}, batch size {settings.batch_size}, {config.repeats} runs of each batch',
         'device': f'{report.device()}, {config.dtype}',
         'seconds': f'{time.perf_counter() - start:.0f}, compilation included',
     }
@@ -53,15 +53,15 @@ def main(_):
 
 
 def _write(workdir, rows, facts, settings, config):
-    report.write_text(workdir / 'report.md', overhead.markdown(rows, settings.gamma, facts))
-    title = f'Drafts that cost nothing, gamma = {settings.gamma}, batch size {settings.batch_size}'
+    report.write_text(workdir / 'report.md', overhead.markdown(rows, settings.decode.gamma, facts))
+    title = f'Drafts that cost nothing, gamma = {settings.decode.gamma}, batch size {settings.batch_size}'
     overhead.plot(rows, title).savefig(workdir / 'overhead.png', dpi=150)
     found = overhead.conclusions(rows)
     shared = {key: rows[0][key] for key in ('tokens', 'plain_tokens_per_s', 'cost_of_rows')}
     shared |= dict(greedy_match=min(row['greedy_match'] for row in rows))
     report.write_report(workdir, shared | found | dict(drafts=rows, measured_on=facts), config)
     print('\n' + overhead.table(rows) + '\n')
-    print('\n'.join(overhead.sentences(found, settings.gamma)))
+    print('\n'.join(overhead.sentences(found, settings.decode.gamma)))
     print(
         f'\ntable: {workdir / "report.md"}   figures: {workdir / "report.json"}   plot: {workdir / "overhead.png"}'
     )

@@ -27,7 +27,7 @@ from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.build import build_drafter
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.exactness.checks import EPSILON
-from spec_jax.measure import comparison, pipeline
+from spec_jax.measure import comparison, runs, setup
 from spec_jax.models import hf_folder, t5_widen
 from spec_jax.models.base import Model
 from spec_jax.models.load import load_model
@@ -76,8 +76,8 @@ def main(_):
     else:
         sides = _make_pair(torch, config, settings, workdir)
     decoders = sides.theirs | {
-        'plain': comparison.ours(pipeline.plain_program(sides.target, settings)),
-        'speculative': comparison.ours(pipeline.speculative_program(sides.target, sides.drafter, settings)),
+        'plain': comparison.ours(runs.plain_program(sides.target, settings)),
+        'speculative': comparison.ours(runs.speculative_program(sides.target, sides.drafter, settings)),
     }
     prompts = comparison.prompts_of(sides.sources, settings)
     print(f'{len(prompts)} prompts, {config.repeats} runs of each by {len(decoders)} decoders', flush=True)
@@ -119,15 +119,15 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
 
 
-def _settings(config) -> pipeline.Settings:
-    settings = pipeline.settings_from(config)
+def _settings(config) -> setup.Settings:
+    settings = setup.settings_from(config)
     expected = dict(batch_size=1, temperature=0, lenience=1)  # transformers assists one row at a time
     for name, value in expected.items():
         if config[name] != value:
             raise ValueError(f'{name}: expected {value}, got {config[name]:g}; both sides decode alike')
     if config.draft.kind != 'model':
         raise ValueError(f'draft.kind: expected model, which both sides can have; got {config.draft.kind!r}')
-    if not settings.gamma:
+    if not settings.decode.gamma:
         raise ValueError('gamma: expected a draft of 1 token or more, got 0')
     return settings
 
@@ -148,7 +148,7 @@ def _import_torch():
 
 def _load_pair(torch, config, settings) -> _Sides:
     """The config's pair and its lines."""
-    job = pipeline.load(config, settings, default_limit=_LINES)
+    job = setup.load(config, settings, default_limit=_LINES)
     drafter = build_drafter(config.draft, job.target, job.tokenizer, config.dtype)
     theirs = _theirs(torch, config.target, config.draft.path, settings, config.dtype)
     weights = f'Target {config.target}, draft {config.draft.path}; how often they agree is their own affair.'
@@ -201,7 +201,7 @@ def _theirs(torch, target, draft, settings, dtype) -> dict[str, comparison.Decod
     by_gamma = transformers.GenerationConfig.from_dict(
         defaults.to_dict()
         | dict(
-            num_assistant_tokens=settings.gamma,
+            num_assistant_tokens=settings.decode.gamma,
             num_assistant_tokens_schedule='constant',
             assistant_confidence_threshold=0.0,  # else unsure drafts end early
         )
@@ -218,7 +218,7 @@ def _theirs(torch, target, draft, settings, dtype) -> dict[str, comparison.Decod
             output = model.generate(
                 input_ids=tokens,
                 attention_mask=torch.ones_like(tokens),
-                max_new_tokens=settings.max_new_tokens,
+                max_new_tokens=settings.decode.max_new_tokens,
                 do_sample=False,
                 num_beams=1,
                 **({} if drafts is None else assisted),

@@ -13,7 +13,6 @@ they are of several machines, start the same command on each with
 or, on a TPU pod or under Slurm, with --coordinator=auto. The first process writes and prints.
 """
 
-import dataclasses
 import time
 from functools import partial
 
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 from spec_jax import analysis
 from spec_jax.drafters.build import build_drafter
-from spec_jax.measure import auto_gamma, pipeline
+from spec_jax.measure import agreement, auto_gamma, runs, setup
 from spec_jax.run import cli, report
 from spec_jax.run.journal import Journal
 from spec_jax.runtime import processes
@@ -41,25 +40,25 @@ _SHOWN = 5  # lines printed as a sample
 def main(_):
     processes.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
-    job = pipeline.load(config, pipeline.settings_from(config, auto=auto_gamma.PROBE))
+    job = setup.load(config, setup.settings_from(config, auto=auto_gamma.PROBE))
     drafter = build_drafter(config.draft, job.target, job.tokenizer, config.dtype)
     if cut := job.truncation():
         print(cut)
-    gamma, chosen = job.settings.gamma, {}
-    if config.gamma == pipeline.AUTO and gamma:
+    gamma, chosen = job.settings.decode.gamma, {}
+    if config.gamma == setup.AUTO and gamma:
         gamma, chosen = _choose_gamma(job, drafter, config, workdir / 'gamma.jsonl')
-    settings = dataclasses.replace(job.settings, gamma=gamma)
+    settings = job.settings.decoding(gamma=gamma)
 
     run = _compare if config.compare else partial(_decode, unfinished=workdir / 'unfinished.jsonl')
     outputs, figures = run(job.target, drafter, job.sources, settings, config)
     texts = {name: job.tokenizer.batch_decode(ids, skip_special_tokens=True) for name, ids in outputs.items()}
-    final = texts['speculative' if settings.gamma else 'plain']
+    final = texts['speculative' if settings.decode.gamma else 'plain']
     figures |= chosen | dict(
         lines=len(final), truncated=job.num_truncated, bleu=metrics.bleu(final, job.examples)
     )
-    if settings.lenience < 1:
-        figures['lossy'] = f'lenience {settings.lenience:g}'
-    output = workdir / ('output.LOSSY.txt' if settings.lenience < 1 else 'output.txt')
+    if settings.decode.rule.lossy:
+        figures['lossy'] = settings.decode.rule.name
+    output = workdir / ('output.LOSSY.txt' if settings.decode.rule.lossy else 'output.txt')
     report.write_text(output, ''.join(f'{text}\n' for text in final))
     figures = report.write_report(workdir, figures, config)
     if processes.is_first():
@@ -76,7 +75,7 @@ def _progress(batches, desc):
 def _choose_gamma(job, drafter, config, kept):
     """A gamma, at least 1 where both decoders are to be compared, and what it was chosen by for the report."""
     print('gamma = auto: measuring on a few prompts', flush=True)
-    run = dict(config=config.to_dict(), sources=pipeline.checksum(job.sources))
+    run = dict(config=config.to_dict(), sources=setup.checksum(job.sources))
     gamma, told, measured = auto_gamma.settle(job, drafter, kept, run)
     gamma = processes.from_first(lambda: gamma)  # each has a clock of its own
     print(told)
@@ -87,18 +86,18 @@ def _choose_gamma(job, drafter, config, kept):
 
 def _decode(target, drafter, sources, settings, config, unfinished):
     """Decodes once; the rate includes prefill and compilation. Returns ids by decoder, and figures."""
-    name, rate = ('speculative', 'tokens_per_s') if settings.gamma else ('plain', 'plain_tokens_per_s')
-    if settings.gamma:
-        program = pipeline.speculative_program(target, drafter, settings)
+    name, rate = ('speculative', 'tokens_per_s') if settings.decode.gamma else ('plain', 'plain_tokens_per_s')
+    if settings.decode.gamma:
+        program = runs.speculative_program(target, drafter, settings)
     else:
-        program = pipeline.plain_program(target, settings)
-    run = dict(config=config.to_dict(), sources=pipeline.checksum(sources), counts=pipeline.STATS)
+        program = runs.plain_program(target, settings)
+    run = dict(config=config.to_dict(), sources=setup.checksum(sources), counts=runs.STATS)
     journal = Journal.open(unfinished, run)
     known = sum(len(record['ids']) for record in journal.records.values())
     if known:
         print(f'{len(journal.records)} lines were decoded before; going on')
     start = time.perf_counter()
-    decoded = pipeline.decode_lines(sources, settings, program, partial(_progress, desc='decoding'), journal)
+    decoded = runs.decode_lines(sources, settings, program, partial(_progress, desc='decoding'), journal)
     seconds = time.perf_counter() - start
     figures = analysis.acceptance_figures(decoded.stats)
     return {name: decoded.ids}, figures | {rate: (figures['tokens'] - known) / seconds}
@@ -106,14 +105,14 @@ def _decode(target, drafter, sources, settings, config, unfinished):
 
 def _compare(target, drafter, sources, settings, config):
     """Decodes both ways in turn, measures, and sees whether greedy outputs agree."""
-    if not settings.gamma:
+    if not settings.decode.gamma:
         raise ValueError('compare: expected a draft and gamma >= 1 to compare with plain decoding; got none')
     programs = dict(
-        plain=pipeline.plain_program(target, settings),
-        speculative=pipeline.speculative_program(target, drafter, settings),
+        plain=runs.plain_program(target, settings),
+        speculative=runs.speculative_program(target, drafter, settings),
     )
-    timer = pipeline.step_timer(target, drafter, sources, settings)
-    results = pipeline.compare(
+    timer = runs.step_timer(target, drafter, sources, settings)
+    results = runs.compare(
         sources,
         settings,
         programs,
@@ -121,9 +120,9 @@ def _compare(target, drafter, sources, settings, config):
         progress=partial(_progress, desc='comparing'),
         timer=timer,
     )
-    figures = pipeline.comparison_figures(results, timer.medians(), settings)
+    figures = runs.comparison_figures(results, timer.medians(), settings)
     if config.temperature == 0:
-        figures |= pipeline.agreement(target, sources, results['plain'].ids, results['speculative'].ids)
+        figures |= agreement.agreement(target, sources, results['plain'].ids, results['speculative'].ids)
     return {name: result.ids for name, result in results.items()}, figures
 
 

@@ -18,8 +18,8 @@ from absl import flags
 from tqdm import tqdm
 
 from spec_jax.drafters.build import build_named, own_checksum
-from spec_jax.drafters.thrifty import outspoken
-from spec_jax.measure import acceptance, acceptance_report, pipeline
+from spec_jax.drafters.thrifty import without_thrift
+from spec_jax.measure import acceptance, acceptance_report, setup
 from spec_jax.run import cli, report
 from spec_jax.run.journal import Journal
 from spec_jax.sampling import SamplingConfig
@@ -33,24 +33,23 @@ _WORKDIR = flags.DEFINE_string(
 def main(_):
     config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
     entries, temperatures = _entries(config), _temperatures(config)
-    job = pipeline.load(config, _settings(config))
+    job = setup.load(config, _settings(config))
     drafters = {
-        entry: outspoken(build_named(entry, config.draft, job.target, job.tokenizer, config.dtype))
+        entry: without_thrift(build_named(entry, config.draft, job.target, job.tokenizer, config.dtype))
         for entry in entries
     }
     if cut := job.truncation():
         print(cut)
-    settings = pipeline.one_width(job.settings, job.sources)
+    settings = setup.one_width(job.settings, job.sources)
 
     start = time.perf_counter()
     rows = []
     for temperature in temperatures:
-        sampling = dataclasses.replace(settings.sampling, temperature=temperature)
         rows += _measure(
             job.target,
             drafters,
             job.sources,
-            dataclasses.replace(settings, sampling=sampling),
+            settings.sampled(temperature=temperature),
             config,
             workdir,
         )
@@ -63,9 +62,9 @@ def main(_):
 
 def _measure(target, drafters, sources, settings, config, workdir):
     """A row of figures for each draft at one temperature, all along the same texts."""
-    temperature = settings.sampling.temperature
+    temperature = settings.decode.sampling.temperature
     run = config.to_dict() | dict(temperature=temperature)
-    run |= dict(sources=pipeline.checksum(sources))
+    run |= dict(sources=setup.checksum(sources))
     for section in ('alpha', 'draft'):
         del run[section]
     texts = acceptance.target_texts(
@@ -150,10 +149,10 @@ def _facts(config, rows, num_lines, num_truncated, seconds):
 
 
 def _settings(config):
-    settings = pipeline.settings_from(config)
-    if settings.lenience < 1:
+    settings = setup.settings_from(config)
+    if settings.decode.rule.lossy:
         raise ValueError(
-            f'lenience: expected 1, got {settings.lenience:g}; alpha by lenience, LOSSY, is measured without it'
+            f'lenience: expected 1, got {config.lenience:g}; alpha by lenience, LOSSY, is measured without it'
         )
     for name, lowest in (('batch_size', 1), ('tokens', 0)):
         if config.alpha[name] < lowest:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from spec_jax import analysis
 from spec_jax.drafters.build import build_drafter
-from spec_jax.measure import pipeline, soak
+from spec_jax.measure import runs, setup, soak
 from spec_jax.run import cli, report
 
 _CONFIG = cli.define_config()
@@ -28,12 +28,12 @@ _MAX_GROWTH = flags.DEFINE_float(
 
 def main(_):
     config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
-    job = pipeline.load(config, pipeline.settings_from(config))
+    job = setup.load(config, setup.settings_from(config))
     drafter = build_drafter(config.draft, job.target, job.tokenizer, config.dtype)
     passes = soak.make_passes(job.sources, _PROMPTS.value, job.settings)
     soak.resident_bytes()  # where it cannot be told, say so now
     print(f'{_PROMPTS.value} prompts in {len(passes)} passes; the first one compiles', flush=True)
-    program = pipeline.speculative_program(job.target, drafter, job.settings)
+    program = runs.speculative_program(job.target, drafter, job.settings)
     progress = partial(tqdm, unit='pass', dynamic_ncols=True, desc='soaking')
     with cli.StopSignal() as stop:
         soaked = soak.run(program, passes, job.settings, progress=progress, stop=stop)

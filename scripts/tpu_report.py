@@ -19,7 +19,7 @@ from functools import partial  # noqa: E402
 from absl import flags  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from spec_jax.measure import pipeline  # noqa: E402
+from spec_jax.measure import setup  # noqa: E402
 from spec_jax.models.load import describe  # noqa: E402
 from spec_jax.run import cli  # noqa: E402
 from spec_jax.run import report as files  # noqa: E402
@@ -39,25 +39,25 @@ def main(_):
         raise ValueError(
             'expected libtpu to be installed, found none: pip install -r requirements-tpu-report.txt'
         )
-    settings = pipeline.settings_from(config, auto=1)
-    if config.draft.kind != 'model' or not settings.gamma:
+    settings = setup.settings_from(config, auto=1)
+    if config.draft.kind != 'model' or not settings.decode.gamma:
         raise ValueError(
             f'draft.kind: expected a model and a gamma of 1 or more, got {config.draft.kind} and {config.gamma}'
         )
     target, draft = describe(config.target), describe(config.draft.path)
     workdir, found = files.make_workdir(_WORKDIR.value), []
     for topology in topologies:
-        setup = programs.Setup(
+        pair = programs.Setup(
             target,
             draft,
             topology,
-            settings.gamma,
-            settings.max_new_tokens,
+            settings.decode.gamma,
+            settings.decode.max_new_tokens,
             settings.max_source_length,
-            settings.sampling,
+            settings.decode.sampling,
             settings.batch_size,
         )
-        found.append(report.figures(setup, _LIMIT.value, partial(tqdm, desc=topology, dynamic_ncols=True)))
+        found.append(report.figures(pair, _LIMIT.value, partial(tqdm, desc=topology, dynamic_ncols=True)))
         _write(workdir, found, config)
     print(f'\n{report.table(found)}\n\n{report.predicted_table(found)}\n\n{report.LABEL}')
     print(f'figures: {workdir / "report.json"}   {workdir / "report.md"}   {workdir / "tpu_report.png"}')

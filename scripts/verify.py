@@ -23,7 +23,7 @@ from spec_jax.exactness.greedy import greedy
 from spec_jax.exactness.rule import closed_form
 from spec_jax.exactness.sampled import Size, sampled
 from spec_jax.exactness.statistics import FAILS_BELOW, POWER
-from spec_jax.measure import pipeline
+from spec_jax.measure import setup
 from spec_jax.run import cli, report
 
 _CONFIG = cli.define_config()
@@ -32,21 +32,25 @@ _progress = partial(tqdm, dynamic_ncols=True)
 
 
 def main(_):
-    config, workdir = _CONFIG.value, report.make_workdir(_WORKDIR.value)
-    job = pipeline.load(config, _settings(config))
-    settings = job.settings
+    verify(_CONFIG.value, report.make_workdir(_WORKDIR.value))
+
+
+def verify(config, workdir, change=lambda pair: pair):
+    """Verifies the pair that a config names, as `change` gives it back; tests plant their faults there."""
+    job = setup.load(config, _settings(config))
     if cut := job.truncation():
         print(cut)
     drafter = build_drafter(config.draft, job.target, job.tokenizer, config.dtype)
+    pair = change(Pair(job.target, drafter, job.settings, config.dtype))
+    rule = pair.settings.decode.rule
     prompts = [choose(job.sources, config.verify[name]) for name in ('greedy_prompts', 'sampled_prompts')]
     begin = time.perf_counter()
-    checks, figures = closed_form(settings.lenience, _progress) if config.verify.rule else [], {}
+    checks, figures = closed_form(rule, _progress) if config.verify.rule else [], {}
     if drafter is not None:
-        pair = Pair(job.target, drafter, settings, config.dtype)
         more, figures = _loop(pair, *prompts, config)
         checks += more
     figures |= dict(
-        lossy=f'lenience {settings.lenience:g}' if settings.lenience < 1 else None,
+        lossy=rule.name if rule.lossy else None,
         seconds=time.perf_counter() - begin,
         exact=all(check.passed is not False for check in checks),
         checks=[dataclasses.asdict(check) for check in checks],
@@ -62,7 +66,7 @@ def _settings(config):
     """The settings, the sizes of the verification checked as well."""
     if 'verify' not in config:
         raise ValueError('config: expected a section `verify`, as in configs/demo_ende.py; got none')
-    settings = pipeline.settings_from(config)
+    settings = setup.settings_from(config)
     sizes = ('greedy_prompts', 0), ('sampled_prompts', 1), ('samples', 0), ('tokens', 1), ('rows', 2)
     for name, lowest in sizes:
         if config.verify[name] < lowest:
@@ -78,7 +82,7 @@ def _settings(config):
     if config.dtype not in EPSILON:
         known = ' or '.join(EPSILON)
         raise ValueError(f'dtype: expected {known}, got {config.dtype!r}')
-    if config.draft.kind != 'none' and not settings.gamma:
+    if config.draft.kind != 'none' and not settings.decode.gamma:
         raise ValueError('gamma: expected 1 or more to verify a draft, got 0')
     return settings
 
@@ -91,7 +95,7 @@ def _loop(pair, greedy_prompts, sampled_prompts, config):
         checks += found.checks
         figures = analysis.acceptance_figures(found.stats) | found.agreement
     if sizes.samples:
-        tokens = max(sizes.tokens, pair.settings.gamma + 3)  # a full acceptance, and a round behind it
+        tokens = max(sizes.tokens, pair.settings.decode.gamma + 3)  # a full acceptance, and a round after it
         size = Size(sizes.samples, tokens, sizes.rows)
         found = sampled(pair, sampled_prompts, size, _progress)
         checks += found.checks

@@ -1,29 +1,25 @@
-"""Key/value cache with one length per row.
+"""Key/value cache with a length of its own in each row.
 
-A slot holds one token's key and value. Row b's live slots are 0 .. length[b] - 1; what stands
-behind them is stale: it is masked out, never assumed to be zero, and overwritten by the next write.
-Rolling back is a change of `length` and touches no array of the cache.
+One slot rule: the token at position i stands in slot i + 1. Slot 0 holds a filler that no token looks at, so that a
+window of the last two tokens fits from the first token on. A call writes its block from slot length + 1 on and leaves
+`length` as it is; `keep` then says how many tokens stay. To roll back is to change `length`; the slots after it are
+stale: masked, overwritten by the next call, never assumed to be zero.
 
          slot      0    1    2    3    4    5
-    row 0        [ a    b    c    d ]  x    x      length 4, x stale
-    row 1        [ a    b ]  x    x    x    x      length 2
+    row 0        [ -    a    b    c ]  x    x      length 3, x stale
+    row 1        [ -    a ]  x    x    x    x      length 1
 
-Axes: B rows, H heads, L slots, K head width, T tokens of one call.
+Axes: B rows, J key/value heads, L slots, K head width, T tokens of one call, G draft depth.
 """
 
 from __future__ import annotations
 
 import flax.struct
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from spec_jax.runtime.sharding import rows_are_apart
-
-NO_POSITION = -1  # position of a slot that no query may look at
-
-# Up to this many rows, one in-place update a row is faster on every backend than a scatter.
-_MAX_UNROLLED_ROWS = 16
+from spec_jax.runtime.updates import SPARE_SLOTS, write, write_new
+from spec_jax.types import Block
 
 
 @flax.struct.dataclass
@@ -31,100 +27,82 @@ class KVCache:
     """Self-attention cache of a decoder.
 
     Attributes:
-      keys: one [B, H, K, L] array per layer: the scores of a few queries are a product of two matrices as they lie.
-      values: one [B, H, L, K] array per layer.
-      positions: [B, L] int32, the position of the token in each slot; `NO_POSITION` hides a slot.
-      length: [B] int32, number of live slots.
+      keys: one [B, J, K, L] array per layer: the scores of a few queries are a product of two matrices as they lie.
+      values: one [B, J, L, K] array per layer.
+      length: [B] int32, tokens kept; -1 where the next block begins with the filler.
     """
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
-    positions: Array
     length: Array
 
     @property
     def num_slots(self) -> int:
-        return self.positions.shape[1]
+        return self.values[0].shape[2]
 
 
-def init(num_layers: int, batch: int, num_heads: int, num_slots: int, head_dim: int, dtype) -> KVCache:
-    """An empty cache: length 0 in every row."""
+def init(num_layers: int, batch: int, num_heads: int, num_tokens: int, head_dim: int, dtype) -> KVCache:
+    """An empty cache with room for `num_tokens` tokens a row."""
+    slots = num_tokens + 1 + SPARE_SLOTS
     return KVCache(
-        keys=tuple(jnp.zeros((batch, num_heads, head_dim, num_slots), dtype) for _ in range(num_layers)),
-        values=tuple(jnp.zeros((batch, num_heads, num_slots, head_dim), dtype) for _ in range(num_layers)),
-        positions=jnp.full((batch, num_slots), NO_POSITION, jnp.int32),
+        keys=tuple(jnp.zeros((batch, num_heads, head_dim, slots), dtype) for _ in range(num_layers)),
+        values=tuple(jnp.zeros((batch, num_heads, slots, head_dim), dtype) for _ in range(num_layers)),
         length=jnp.zeros((batch,), jnp.int32),
     )
 
 
-def write(buffer: Array, update: Array, start: Array, axis: int) -> Array:
-    """Writes `update` into `buffer` along `axis`, from a start of its own in each row.
+def store(cache: KVCache, layer: int, key: Array, value: Array) -> KVCache:
+    """Writes a layer's keys [B, J, K, T] and values [B, J, T, K] of a block's tokens after those that are kept."""
+    keys, values, start = list(cache.keys), list(cache.values), cache.length + 1
+    keys[layer] = write_new(keys[layer], key, start, axis=3)
+    values[layer] = write_new(values[layer], value, start, axis=2)
+    return cache.replace(keys=tuple(keys), values=tuple(values))
+
+
+def slot_positions(cache: KVCache, block: Block) -> Array:
+    """The position of the token in each slot, [1 or B, L] int32; of stale slots, any."""
+    positions = jnp.arange(cache.num_slots)[None] - 1
+    if block.mask is None:
+        return positions
+    index, inside = _in_block(cache, block)
+    return jnp.where(inside, jnp.take_along_axis(block.positions, index, axis=1), positions)
+
+
+def visible(cache: KVCache, block: Block) -> Array:
+    """Which slots each of a block's tokens may look at, [B, T, L] bool: those kept, and the block's by its mask."""
+    slot, size = jnp.arange(cache.num_slots), block.tokens.shape[1]
+    if block.mask is None:
+        own = cache.length[:, None] + 1 + jnp.arange(size)  # [B, T]
+        return (slot > 0) & (slot <= own[:, :, None])
+    index, inside = _in_block(cache, block)
+    mask = jnp.broadcast_to(block.mask, (len(index), size, size))
+    mask = jnp.take_along_axis(mask, index[:, None], axis=2)  # [B, T, L]
+    return jnp.where(inside[:, None], mask, (slot > 0) & (slot <= cache.length[:, None])[:, None])
+
+
+def _in_block(cache: KVCache, block: Block) -> tuple[Array, Array]:
+    """For each slot [B, L] its index in the block, clipped, and whether it is one of the block's."""
+    index = jnp.arange(cache.num_slots) - (cache.length[:, None] + 1)
+    last = block.tokens.shape[1] - 1
+    return jnp.clip(index, 0, last), (index >= 0) & (index <= last)
+
+
+def keep(cache: KVCache, nodes: Array | None, length: Array) -> KVCache:
+    """Keeps `length` [B] tokens; the rest become stale.
 
     Args:
-      buffer: [B, ...].
-      update: [B, ...], as `buffer` but for its size T along `axis`.
-      start: [B] int32; the caller sees to start + T <= buffer.shape[axis], since
-        `dynamic_update_slice` clamps without a word.
-      axis: which axis is written along (not 0).
-
-    Returns:
-      [B, ...], the buffer with row b's slots start[b] .. start[b] + T - 1 replaced.
+      cache: as the last call left it, its block not yet kept.
+      nodes: [B, G + 1] int32, places in that block of the accepted tokens, of which the first G are moved to follow
+        the block's first token; None where they stand there already.
+      length: [B] int32.
     """
-    update = update.astype(buffer.dtype)
-    if buffer.shape[0] > _MAX_UNROLLED_ROWS or rows_are_apart():  # one row's update would go to every device
-        one_row = lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis - 1)  # noqa: E731
-        return jax.vmap(one_row)(buffer, update, start)
-    for row in range(buffer.shape[0]):
-        at = [0] * buffer.ndim
-        at[0], at[axis] = row, start[row]
-        buffer = lax.dynamic_update_slice(buffer, update[row : row + 1], at)
-    return buffer
+    if nodes is None:
+        return cache.replace(length=length)
+    slots, start = cache.length[:, None] + 1 + nodes[:, :-1], cache.length + 2  # [B, G], [B]
 
+    def moved(buffer, axis):
+        index = jnp.expand_dims(slots, tuple(i for i in range(1, 4) if i != axis))
+        return write(buffer, jnp.take_along_axis(buffer, index, axis), start, axis)
 
-def write_new(buffer: Array, update: Array, start: Array, axis: int) -> Array:
-    """Writes the keys or values of new tokens; a slot behind them may be overwritten, too.
-
-    A single slot of a single row is written twice, at `start` and behind it, where all is stale. XLA's CPU backend
-    takes the update of one slot for an operation on one array, does it once for the attention and once for the
-    loop, and copies the whole buffer for each: a sixth of a plain step of the demo target.
-
-    Args:
-      buffer: [B, H, K, L] or [B, H, L, K].
-      update: as `buffer`, but T in place of L.
-      start: [B] int32; start + T < L.
-      axis: L's.
-    """
-    if update.shape[0] == update.shape[axis] == 1:
-        update = jnp.concatenate([update, update], axis)
-    return write(buffer, update, start, axis)
-
-
-def append(cache: KVCache, positions: Array) -> tuple[KVCache, Array]:
-    """Makes room for T new tokens a row; their keys and values are written layer by layer after it.
-
-    Args:
-      positions: [B, T] int32, positions of the new tokens.
-
-    Returns:
-      The cache with the new positions and length + T, and the first new slot of each row [B].
-    """
-    start = cache.length
-    return cache.replace(
-        positions=write(cache.positions, positions, start, axis=1), length=start + positions.shape[1]
-    ), start
-
-
-def causal_mask(cache: KVCache, num_tokens: int) -> Array:
-    """Which slots each of the newest `num_tokens` tokens may look at.
-
-    Returns:
-      [B, T, L] bool: the token's own slot and those before it, hidden slots excepted.
-    """
-    own = cache.length[:, None] - num_tokens + jnp.arange(num_tokens)  # [B, T]
-    seen = jnp.arange(cache.num_slots) <= own[:, :, None]  # [B, T, L]
-    return seen & (cache.positions != NO_POSITION)[:, None, :]
-
-
-def rollback(cache: KVCache, length: Array) -> KVCache:
-    """Keeps the first `length` [B] slots of each row; the rest become stale."""
-    return cache.replace(length=length)
+    keys = tuple(moved(buffer, 3) for buffer in cache.keys)
+    return KVCache(keys, tuple(moved(buffer, 2) for buffer in cache.values), length)

@@ -2,7 +2,7 @@
 
 The accept test, the residual, the bonus token, the draft's own sampling and the plain decoder all come
 through here, in float32. Temperature 0 makes the distribution one-hot; where its one token is all that counts, that
-is taken from the logits, and neither a distribution nor a random number is made.
+is taken from the logits (`likeliest`), and neither a distribution nor a random number is made.
 
 Axes: B rows, V vocabulary.
 """
@@ -14,11 +14,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from spec_jax.runtime import selection
 from spec_jax.runtime.sharding import whole_distributions
-
-_BLOCK = 128  # tokens that `sample` sums before it looks at any of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +76,9 @@ def logits_to_probs(logits: Array, config: SamplingConfig) -> Array:
     if config.top_k or config.top_p < 1:
         probs = whole_distributions(probs)
     if 0 < config.top_k < vocab_size:
-        probs = _keep(probs, lambda kept: (kept > 0).sum(-1, keepdims=True) >= config.top_k)
+        probs = selection.keep_highest(probs, lambda kept: (kept > 0).sum(-1, keepdims=True) >= config.top_k)
     if config.top_p < 1:
-        probs = _keep(probs, lambda kept: kept.sum(-1, keepdims=True) >= config.top_p)
+        probs = selection.keep_highest(probs, lambda kept: kept.sum(-1, keepdims=True) >= config.top_p)
     return probs
 
 
@@ -94,7 +93,7 @@ def likeliest(logits: Array, config: SamplingConfig) -> Array:
     """
     logits = _allowed(logits.astype(jnp.float32), config)
     highest = logits.max(-1)
-    return jnp.where(jnp.isfinite(highest), first(logits == highest[..., None]), -1)
+    return jnp.where(jnp.isfinite(highest), selection.first(logits == highest[..., None]), -1)
 
 
 def _allowed(logits: Array, config: SamplingConfig) -> Array:
@@ -105,47 +104,8 @@ def _allowed(logits: Array, config: SamplingConfig) -> Array:
     return jnp.where(jnp.arange(vocab_size) < config.vocab_limit, logits, -jnp.inf)
 
 
-def next_token(keys: Array, logits: Array, config: SamplingConfig) -> Array:
-    """Draws one token a row.
-
-    Args:
-      keys: [B] PRNG keys.
-      logits: [B, V].
-
-    Returns:
-      [B] int32; -1 where the distribution is NaN.
-    """
-    if config.temperature == 0:
-        return likeliest(logits, config)
-    probs = logits_to_probs(logits, config)
-    return jnp.where(jnp.isnan(probs[:, 0]), -1, sample(keys, probs))
-
-
-def _keep(probs: Array, enough) -> Array:
-    """Keeps the tokens at or above the highest threshold that keeps enough, and renormalises.
-
-    The threshold is built bit by bit: floats >= 0 are ordered as their bit patterns are, so 31 passes
-    find it exactly, without the sort of V numbers that accelerators are slow at.
-
-    Args:
-      probs: [..., V].
-      enough: kept probs [..., V] (0 where dropped) -> bool [..., 1]; once true, true for any lower threshold.
-    """
-
-    def try_bit(i, bits):
-        trial = bits | (1 << (30 - i))
-        kept = jnp.where(probs >= lax.bitcast_convert_type(trial, jnp.float32), probs, 0.0)
-        return jnp.where(enough(kept), trial, bits)
-
-    bits = lax.fori_loop(0, 31, try_bit, jnp.zeros_like(probs[..., :1], jnp.int32))
-    kept = jnp.where(probs < lax.bitcast_convert_type(bits, jnp.float32), 0.0, probs)  # NaN stays
-    return kept / kept.sum(-1, keepdims=True)
-
-
 def sample(keys: Array, weights: Array) -> Array:
     """Draws one token a row by inverting the cumulative sum; one random number each.
-
-    The sum is inverted over blocks of tokens and then within one, which is cheaper than over all V at once.
 
     Args:
       keys: [B] PRNG keys.
@@ -154,32 +114,7 @@ def sample(keys: Array, weights: Array) -> Array:
     Returns:
       [B] int32. A token of weight 0 never comes out, however the sums round.
     """
-    blocks = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % _BLOCK)))
-    blocks = blocks.reshape(weights.shape[0], -1, _BLOCK)  # [B, V / block, block]
-    mass = blocks.sum(-1)
-    wanted = jax.vmap(jax.random.uniform)(keys)[:, None] * mass.sum(-1, keepdims=True)  # [B, 1]
-    block, below = _invert(mass, wanted)
-    within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [B, block]
-    return block * _BLOCK + _invert(within, wanted - below[:, None])[0]
-
-
-def _invert(weights: Array, wanted: Array) -> tuple[Array, Array]:
-    """Index [B] of the first weight [B, N] whose cumulative sum exceeds `wanted` [B, 1], and the sum below it."""
-    cumulative = jnp.cumsum(weights, axis=-1)
-    likely = weights > 0
-    index = jnp.arange(weights.shape[1])
-    last = jnp.where(likely, index, 0).max(-1)  # stands in where rounding leaves none above
-    found = jnp.minimum(first((cumulative > wanted) & likely), last)
-    return found, jnp.where(index < found[:, None], weights, 0.0).sum(-1)
-
-
-def first(mask: Array) -> Array:
-    """Index [...] of the first True in mask [..., V]; V where there is none.
-
-    A minimum, which vectorises; an argmax carries pairs and takes several times as long on CPU.
-    """
-    size = mask.shape[-1]
-    return jnp.where(mask, jnp.arange(size), size).min(-1)
+    return selection.invert_cumulative(weights, jax.vmap(jax.random.uniform)(keys))
 
 
 def row_keys(key: Array, rows) -> Array:

@@ -5,7 +5,7 @@ For tests, of this library and of anybody's own draft: what should come out is k
     target = TableModel.random(jax.random.key(0), vocab_size=5, order=2)
     drafter = ModelDrafter(TableModel.random(jax.random.key(1), vocab_size=5))
     inputs = prompts([0] * 10_000)
-    output = generate(target, drafter, inputs, key, gamma=3, max_new_tokens=4, sampling=sampling)
+    output = generate(target, drafter, inputs, key, DecodeConfig(gamma=3, max_new_tokens=4, sampling=sampling))
 
     p = next_distributions(target, prompts([0]), 4, sampling)  # p[i] is [V] * (i + 1)
     chi_square(histogram(output.tokens, 5), joint(p))  # a p-value
@@ -28,9 +28,10 @@ import scipy.special
 from jax import Array
 
 from spec_jax import cache as kv
-from spec_jax.models.base import Model
+from spec_jax.drafters.base import DraftShape, Outcome, Round
+from spec_jax.models.base import Model, ModelSpec, draft_block
 from spec_jax.sampling import SamplingConfig, logits_to_probs
-from spec_jax.types import Cache, Context, Draft, Inputs, Verification
+from spec_jax.types import Block, Cache, Context, Draft, Inputs, Prefill
 from spec_jax.verification import residual_distribution
 
 # --- models -------------------------------------------------------------------------------------------------
@@ -55,20 +56,23 @@ class TableModel:
 
     The tokens are read back from a `KVCache`, through its mask and positions as attention would, so that a
     cache at fault shows: a stale token gives another row of the table, and a query that sees anything
-    but one slot for each position up to its own gets NaN.
+    but one slot for each position up to its own gets NaN. As an encoder-decoder it begins with a start token, and
+    the prompt picks the table; `PromptedTable` goes on with the prompt itself.
 
     Attributes:
       table: [R, V, ..., V] float32 logits, with one axis for each of the last `order` tokens, oldest first,
         then one for the next token. The first token of a row's prompt, modulo R, picks its table.
-      start_id: see `models.base.Model`.
-      eos_id: see `models.base.Model`; -1 for texts that never end.
-      pad_id: see `models.base.Model`.
+      start_id: the token that every output starts from (not part of the output).
+      eos_id: the token that ends an output; -1 for texts that never end.
+      pad_id: see `models.base.ModelSpec`.
+      feature_layers: each gives the hidden state, V numbers, as a feature; their values do not matter.
     """
 
     table: Array
     start_id: int = flax.struct.field(pytree_node=False, default=0)
     eos_id: int = flax.struct.field(pytree_node=False, default=-1)
     pad_id: int = flax.struct.field(pytree_node=False, default=0)
+    feature_layers: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
 
     @classmethod
     def random(cls, key: Array, vocab_size: int, *, order=1, num_tables=1, scale=1.5, **ids) -> TableModel:
@@ -100,32 +104,64 @@ class TableModel:
     def order(self) -> int:
         return self.table.ndim - 2
 
-    def encode(self, inputs: Inputs, num_slots: int) -> TableCache:
-        own = kv.init(1, inputs.tokens.shape[0], 1, num_slots, 1, jnp.int32).replace(keys=())
+    @property
+    def spec(self) -> ModelSpec:
+        return ModelSpec(self.vocab_size, (self.eos_id,), self.pad_id, self.feature_layers)
+
+    def prefill(self, inputs: Inputs, num_slots: int) -> Prefill:
+        batch = inputs.tokens.shape[0]
+        tokens = jnp.full((batch, 1 + num_slots), self.start_id, jnp.int32)
+        one = jnp.ones((batch,), jnp.int32)
+        return Prefill(Context(tokens, start=one, length=one), self.empty_cache(inputs, 1 + num_slots))
+
+    def empty_cache(self, inputs: Inputs, num_tokens: int) -> TableCache:
+        own = kv.init(1, inputs.tokens.shape[0], 1, num_tokens, 1, jnp.int32)
         return TableCache(own, inputs.tokens[:, 0] % self.table.shape[0])
 
-    def decode(self, tokens: Array, positions: Array, cache: TableCache) -> tuple[Array, TableCache]:
-        own, start = kv.append(cache.own, positions)
-        own = own.replace(values=(kv.write(own.values[0], tokens[:, None, :, None], start, axis=2),))
-        seen = kv.causal_mask(own, tokens.shape[1])  # [B, T, L]
+    def decode(self, block: Block, cache: TableCache) -> tuple[Array, Array | None, TableCache]:
+        tokens, positions = block.tokens, block.positions
+        own = kv.store(cache.own, 0, tokens[:, None, None], tokens[:, None, :, None])
+        seen = kv.visible(own, block)  # [B, T, L]
+        slots = kv.slot_positions(own, block)[:, None]
 
         index = [jnp.broadcast_to(cache.table[:, None], tokens.shape)]  # [B, T] for each axis of the table
         sound = seen.sum(-1) == positions + 1
         for back in reversed(range(self.order)):
-            match = seen & (own.positions[:, None] == (positions - back)[:, :, None])
+            match = seen & (slots == (positions - back)[:, :, None])
             token = jnp.where(match, own.values[0][:, :, :, 0], 0).sum(-1)
             before_start = positions < back
             index.append(jnp.where(before_start, self.start_id, token))
             sound &= before_start | (match.sum(-1) == 1)
         sound |= positions < 0  # a filler's own output is nobody's concern
         hidden = self.table.at[tuple(index)].get(mode='clip')  # an id that this table lacks reads as its last
-        return jnp.where(sound[:, :, None], hidden, jnp.nan), cache.replace(own=own)
+        hidden = jnp.where(sound[:, :, None], hidden, jnp.nan)
+        features = jnp.tile(hidden, len(self.feature_layers)) if self.feature_layers else None
+        return hidden, features, cache.replace(own=own)
 
     def logits(self, hidden: Array) -> Array:
         return hidden
 
-    def rollback(self, cache: TableCache, length: Array) -> TableCache:
-        return cache.replace(own=kv.rollback(cache.own, length))
+    def embed(self, tokens: Array) -> Array:
+        return jax.nn.one_hot(tokens, self.vocab_size)
+
+    def keep(self, cache: TableCache, nodes: Array | None, length: Array) -> TableCache:
+        return cache.replace(own=kv.keep(cache.own, nodes, length))
+
+
+@flax.struct.dataclass
+class PromptedTable(TableModel):
+    """A `TableModel` as a decoder-only model: the text is the prompt, then the output."""
+
+    def prefill(self, inputs: Inputs, num_slots: int) -> Prefill:
+        tokens = jnp.pad(inputs.tokens, ((0, 0), (0, num_slots)), constant_values=self.start_id)
+        length = jnp.maximum(inputs.mask.sum(-1, dtype=jnp.int32), 1)
+        cache, size = self.empty_cache(inputs, tokens.shape[1]), inputs.tokens.shape[1] - 1
+        features = None
+        if size:
+            positions = jnp.broadcast_to(jnp.arange(size), (len(tokens), size))
+            _, features, cache = self.decode(Block(tokens[:, :size], positions), cache)
+        cache = self.keep(cache, None, length - 1)
+        return Prefill(Context(tokens, start=length, length=length), cache, features)
 
 
 @flax.struct.dataclass
@@ -135,32 +171,23 @@ class ModelWrapper:
     model: Model
 
     @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
+    def spec(self) -> ModelSpec:
+        return self.model.spec
 
-    @property
-    def start_id(self) -> int:
-        return self.model.start_id
+    def prefill(self, inputs: Inputs, num_slots: int) -> Prefill:
+        return self.model.prefill(inputs, num_slots)
 
-    @property
-    def eos_id(self) -> int:
-        return self.model.eos_id
-
-    @property
-    def pad_id(self) -> int:
-        return self.model.pad_id
-
-    def encode(self, inputs: Inputs, num_slots: int) -> Cache:
-        return self.model.encode(inputs, num_slots)
-
-    def decode(self, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
-        return self.model.decode(tokens, positions, cache)
+    def decode(self, block: Block, cache: Cache) -> tuple[Array, Array | None, Cache]:
+        return self.model.decode(block, cache)
 
     def logits(self, hidden: Array) -> Array:
         return self.model.logits(hidden)
 
-    def rollback(self, cache: Cache, length: Array) -> Cache:
-        return self.model.rollback(cache, length)
+    def embed(self, tokens: Array) -> Array:
+        return self.model.embed(tokens)
+
+    def keep(self, cache: Cache, nodes: Array | None, length: Array) -> Cache:
+        return self.model.keep(cache, nodes, length)
 
 
 @flax.struct.dataclass
@@ -169,10 +196,10 @@ class NanAt(ModelWrapper):
 
     position: Array
 
-    def decode(self, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
-        hidden, cache = self.model.decode(tokens, positions, cache)
-        struck = positions == jnp.reshape(self.position, (-1, 1))  # [B, T]
-        return jnp.where(struck[:, :, None], jnp.nan, hidden), cache
+    def decode(self, block: Block, cache: Cache) -> tuple[Array, Array | None, Cache]:
+        hidden, features, cache = self.model.decode(block, cache)
+        struck = block.positions == jnp.reshape(self.position, (-1, 1))  # [B, T]
+        return jnp.where(struck[:, :, None], jnp.nan, hidden), features, cache
 
 
 class TraceCounter:
@@ -188,9 +215,9 @@ class Traced(ModelWrapper):
 
     counter: TraceCounter = flax.struct.field(pytree_node=False)
 
-    def decode(self, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
+    def decode(self, block: Block, cache: Cache) -> tuple[Array, Array | None, Cache]:
         self.counter.count += 1
-        return self.model.decode(tokens, positions, cache)
+        return self.model.decode(block, cache)
 
 
 # --- drafts -------------------------------------------------------------------------------------------------
@@ -211,28 +238,23 @@ class ScriptedDrafter:
     probs: Array | None = None
     lengths: Array | None = None
 
-    def init(self, inputs: Inputs, num_slots: int) -> Array:
+    def shape(self, gamma: int) -> DraftShape:
+        return DraftShape(nodes=gamma, depth=gamma, deterministic=self.probs is None)
+
+    def init(self, target: Model, prefill: Prefill, inputs: Inputs, num_slots: int) -> Array:
         return inputs.tokens[:, 0] % self.tokens.shape[0]  # [B], which script
 
-    def propose(
-        self,
-        state: Array,
-        context: Context,
-        keys: Array,
-        gamma: int,
-        sampling: SamplingConfig,
-        vocab_size: int,
-    ) -> tuple[Draft, Array]:
-        place = context.length[:, None] - 1 + jnp.arange(gamma)  # [B, G]
+    def propose(self, state: Array, round: Round) -> tuple[Draft, Array]:
+        place = round.context.emitted[:, None] + jnp.arange(round.gamma)  # [B, G]
         place = jnp.minimum(place, self.tokens.shape[1] - 1)
         script = state[:, None]
-        length = jnp.full_like(state, gamma)
+        length = jnp.full_like(state, round.gamma)
         if self.lengths is not None:
-            length = jnp.minimum(self.lengths[state, place[:, 0]], gamma)
+            length = jnp.minimum(self.lengths[state, place[:, 0]], round.gamma)
         probs = None if self.probs is None else self.probs[script, place]
         return Draft(self.tokens[script, place], probs, length), state
 
-    def update(self, state: Array, context: Context, verified: Verification, hidden: Array) -> Array:
+    def update(self, state: Array, outcome: Outcome) -> Array:
         return state
 
 
@@ -258,9 +280,9 @@ def next_distributions(
       `length` arrays; the i-th, [V] * (i + 1) float32, is the distribution of the token behind i given
       tokens. Texts go on behind an EOS; see `joint`.
     """
-    vocab_size = model.vocab_size
+    vocab_size = model.spec.vocab_size
     tokens = np.array(list(itertools.product(range(vocab_size), repeat=length - 1)), np.int32)
-    tokens = np.pad(tokens.reshape(-1, length - 1), ((0, 0), (1, 0)), constant_values=model.start_id)
+    tokens = tokens.reshape(-1, length - 1)
     repeated = jax.tree.map(lambda x: jnp.repeat(x, len(tokens), axis=0), prompt)
     probs = np.asarray(_score(model, repeated, tokens, sampling=sampling))  # [V ** (length - 1), length, V]
     probs = probs.reshape((vocab_size,) * (length - 1) + (length, vocab_size))
@@ -269,8 +291,10 @@ def next_distributions(
 
 @partial(jax.jit, static_argnames='sampling')
 def _score(model, inputs, tokens, *, sampling):
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = model.decode(tokens, positions, model.encode(inputs, tokens.shape[1]))
+    """p [B, length, V] of the tokens [B, length - 1] and of the one after them."""
+    prefill = model.prefill(inputs, tokens.shape[1] + 1)
+    block = draft_block(prefill.context, Draft(tokens, None, jnp.full(len(tokens), tokens.shape[1])))
+    hidden, _, _ = model.decode(block, prefill.cache)
     return logits_to_probs(model.logits(hidden), sampling)
 
 

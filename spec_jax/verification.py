@@ -1,63 +1,151 @@
-"""The accept/resample rule (Leviathan, Kalman and Matias 2023, algorithm 1), vectorised over a batch.
+"""Rules: how many tokens of a draft stay, and which token follows them.
 
-Nothing here divides by q or adds an epsilon: what comes out is distributed as p to the last bit that
-float32 sums allow.
+The exact rule is that of Leviathan, Kalman and Matias 2023, algorithm 1, vectorised over a batch. Nothing in it divides
+by q or adds an epsilon: what comes out is distributed as p to the last bit that float32 sums allow.
 
-Axes: B rows, G draft length, V vocabulary. p is the target's distribution, q the draft's.
+Axes: B rows, G draft depth (here that of a chain), V vocabulary. p is the target's distribution, q the draft's.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Protocol
+
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from spec_jax.sampling import SamplingConfig, logits_to_probs, next_token, sample, split_rows
+from spec_jax.sampling import SamplingConfig, likeliest, logits_to_probs, sample, split_rows
 from spec_jax.types import Draft, Verification
 
 
-def acceptance_probability(p: Array, q: Array) -> Array:
-    """beta, the probability that a token drawn from q is accepted (Definition 3.1, Theorem 3.5).
+@flax.struct.dataclass
+class Scores:
+    """The target's logits [B, N + 1, V] after the newest token and after each node, and what a rule makes of them."""
 
-    Args:
-      p: [..., V].
-      q: [..., V].
+    logits: Array
+    sampling: SamplingConfig = flax.struct.field(pytree_node=False)
 
-    Returns:
-      [...] sum of min(p, q) over the vocabulary.
+    @property
+    def greedy(self) -> bool:
+        """Whether p is one-hot."""
+        return self.sampling.temperature == 0
+
+    @property
+    def p(self) -> Array:
+        """[B, N + 1, V] float32, the distributions that tokens are drawn from."""
+        return logits_to_probs(self.logits, self.sampling)
+
+    @property
+    def best(self) -> Array:
+        """[B, N + 1] int32, where greedy the tokens that have all of p; -1 where there is none."""
+        return likeliest(self.logits, self.sampling)
+
+    @property
+    def untempered(self) -> Array:
+        """[B, N + 1, V] float32, the model's own distributions, at temperature 1 and with all tokens."""
+        return logits_to_probs(self.logits, SamplingConfig(vocab_limit=self.sampling.vocab_limit))
+
+    @property
+    def invalid(self) -> Array:
+        """[B] bool, rows with a distribution that is none."""
+        none = self.best < 0 if self.greedy else jnp.isnan(self.p[..., 0])  # one with a NaN is NaN throughout
+        return none.any(-1)
+
+
+class Rule(Protocol):
+    """Accepts or rejects the tokens of a draft; hashable, a static part of `DecodeConfig`.
+
+    Attributes:
+      name: for reports.
+      lossy: whether the output can be distributed otherwise than the target's own.
     """
+
+    name: str
+    lossy: bool
+
+    def __call__(self, scores: Scores, draft: Draft, keys: Array) -> Verification:
+        """The verdict. A draft may come cut to its longest `length` in the batch, down to no node, and a row's verdict
+        must not depend on that.
+
+        Args:
+          scores: of the newest token and of each node.
+          draft: the proposal.
+          keys: [B] PRNG keys.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRule:
+    """Token by token, exact: a token stays with probability min(1, p / q), given that those before it did."""
+
+    name = 'token by token'
+    lossy = False
+
+    def __call__(self, scores: Scores, draft: Draft, keys: Array) -> Verification:
+        if scores.greedy:
+            return verify_greedy(scores.best, draft)
+        return verify_chain(scores.p, draft, keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class LenientRule:
+    """LOSSY: accepts tokens up to 1 / lenience times as often as the exact rule (appendix A.5).
+
+    Greedy, it accepts tokens that are at least lenience times as likely as the best.
+
+    Raises:
+      ValueError: for a lenience out of (0, 1).
+    """
+
+    lenience: float
+    lossy = True
+
+    def __post_init__(self):
+        if not 0 < self.lenience < 1:
+            raise ValueError(
+                f'lenience: expected a number in (0, 1), got {self.lenience}; TokenRule is exact'
+            )
+
+    @property
+    def name(self) -> str:
+        return f'lenience {self.lenience:g}'
+
+    def __call__(self, scores: Scores, draft: Draft, keys: Array) -> Verification:
+        return verify_chain(scores.p, draft, keys, self.bound(scores))
+
+    def bound(self, scores: Scores) -> Array:
+        """[B, N + 1, V] float32, what takes p's place in the test: p / lenience; greedy, 1 or 0. No distribution."""
+        if not scores.greedy:
+            return scores.p / self.lenience
+        probs = scores.untempered
+        return (probs >= self.lenience * probs.max(-1, keepdims=True)).astype(jnp.float32)
+
+
+def lenient(lenience: float) -> Rule:
+    """The rule of a lenience in (0, 1]; at 1 the exact one."""
+    return TokenRule() if lenience == 1 else LenientRule(lenience)
+
+
+def acceptance_probability(p: Array, q: Array) -> Array:
+    """beta, the sum [...] of min(p, q) of p, q [..., V]: how likely a token drawn from q stays (Theorem 3.5)."""
     return jnp.minimum(p, q).sum(-1)
 
 
 def residual_distribution(p: Array, q: Array) -> Array:
-    """norm(max(0, p - q)), what a rejected token is replaced from (section 2.3).
+    """norm(max(0, p - q)) of p, q [..., V], which a rejected token is replaced from (section 2.3).
 
-    Args:
-      p: [..., V].
-      q: [..., V].
-
-    Returns:
-      [..., V]; p itself where p <= q throughout, since no draw from q is then ever rejected.
+    It is p itself where p <= q throughout, since no draw from q is then ever rejected.
     """
     excess = jnp.maximum(p - q, 0.0)
     total = excess.sum(-1, keepdims=True)
     return jnp.where(total > 0, excess / jnp.where(total > 0, total, 1.0), p)
 
 
-def greedy_overlap(best: Array, draft: Draft) -> Array:
-    """`overlap` [B, G] where p is one-hot: what q gives to the target's token, best [B, G]."""
-    if draft.probs is None:
-        return (draft.tokens == best).astype(jnp.float32)
-    return at_token(draft.probs, best)
-
-
 def overlap(bound: Array, draft: Draft) -> Array:
-    """sum of min(p, q) [B, G] at the place of each draft token (Theorem 3.5).
-
-    Args:
-      bound: [B, G, V], p, or what stands for it under lenience (`lenient_bound`).
-      draft: the proposal.
-    """
+    """beta [B, G] at each place of a chain; bound [B, G, V] is p, or what stands for it in a lossy test."""
     if draft.probs is None:
         return jnp.minimum(at_token(bound, draft.tokens), 1.0)
     return acceptance_probability(bound, draft.probs)
@@ -68,54 +156,24 @@ def at_token(probs: Array, tokens: Array) -> Array:
     return jnp.where(jnp.arange(probs.shape[-1]) == tokens[..., None], probs, 0.0).sum(-1)
 
 
-def lenient_bound(p: Array, logits: Array, sampling: SamplingConfig, lenience: float) -> Array:
-    """What draft tokens are accepted against under lenience l (appendix A.5). LOSSY: other texts come out.
-
-    With sampling p / l, so that no token is more likely than p / l; greedy, 1 for each token whose probability
-    is at least l times the highest, and 0 for the others.
-
-    Args:
-      p: [..., V], the target's distribution under `sampling`.
-      logits: [..., V], what p was made of.
-      sampling: how.
-      lenience: l, in (0, 1]; 1 accepts as the exact rule does.
-
-    Returns:
-      [..., V] float32, no distribution.
-    """
-    if sampling.temperature > 0:
-        return p / lenience
-    probs = logits_to_probs(logits, SamplingConfig(vocab_limit=sampling.vocab_limit))
-    return (probs >= lenience * probs.max(-1, keepdims=True)).astype(jnp.float32)
-
-
 def verify_chain(p: Array, draft: Draft, keys: Array, bound: Array | None = None) -> Verification:
     """Accepts the longest prefix that passes, then draws one more token.
 
-    A token x passes where u q(x) < p(x) with u uniform in [0, 1). The token behind the prefix comes from
+    A token x passes where u q(x) < p(x) with u uniform in [0, 1). The token after the prefix comes from
     the residual where a test failed, and from p where all `draft.length` tokens passed.
 
     Args:
       p: [B, G + 1, V] float32; p[:, i] is the target's distribution of the token after i draft tokens.
-      draft: the proposal, G >= 1.
+      draft: a chain.
       keys: [B] PRNG keys.
-      bound: what takes p's place in the test, such as `lenient_bound`; LOSSY. None for the exact rule.
+      bound: what takes p's place in the test; LOSSY. None for the exact rule.
     """
-    num_draft = draft.tokens.shape[1]
     accept_keys, residual_keys = split_rows(keys, 2)
-    uniform = jax.vmap(jax.vmap(jax.random.uniform))(split_rows(accept_keys, num_draft).T)  # [B, G]
-
-    p_token = at_token((p if bound is None else bound)[:, :-1], draft.tokens)  # [B, G]
-    q_token = 1.0 if draft.probs is None else at_token(draft.probs, draft.tokens)
-    tested = jnp.arange(num_draft) < draft.length[:, None]
-    passed = (uniform * q_token < p_token) & tested
+    bound = p if bound is None else bound
+    passed = _passes(bound, draft, accept_keys) & _tested(draft)
     num_accepted = jnp.cumprod(passed.astype(jnp.int32), axis=1).sum(1)  # [B]
-
-    weights = _next_distribution(p, draft, num_accepted)
-    following = sample(residual_keys, weights)[:, None]  # [B, 1]
-    index = jnp.arange(num_draft + 1)
-    drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
-    return Verification(num_accepted, jnp.where(index < num_accepted[:, None], drafted, following))
+    following = sample(residual_keys, _next_distribution(p, draft, num_accepted))
+    return chain_verification(draft, num_accepted, following[:, None], overlap(bound[:, :-1], draft))
 
 
 def verify_greedy(best: Array, draft: Draft) -> Verification:
@@ -123,27 +181,33 @@ def verify_greedy(best: Array, draft: Draft) -> Verification:
 
     Args:
       best: [B, G + 1] int32, the token that has all of p at each place.
-      draft: the proposal, G >= 1.
+      draft: a chain.
     """
-    tested = jnp.arange(draft.tokens.shape[1]) < draft.length[:, None]
-    passed = (draft.tokens == best[:, :-1]) & tested
-    return Verification(jnp.cumprod(passed.astype(jnp.int32), axis=1).sum(1), best)
+    same = draft.tokens == best[:, :-1]
+    num_accepted = jnp.cumprod((same & _tested(draft)).astype(jnp.int32), axis=1).sum(1)
+    beta = same.astype(jnp.float32) if draft.probs is None else at_token(draft.probs, best[:, :-1])
+    return chain_verification(draft, num_accepted, best, beta)
 
 
-def draw_next(logits: Array, keys: Array, sampling: SamplingConfig) -> Verification:
-    """What `verify_chain` makes of a draft of length 0, from the one distribution that then counts.
+def chain_verification(draft: Draft, num_accepted: Array, following: Array, beta: Array) -> Verification:
+    """The first num_accepted [B] tokens of a chain, then `following` [B, 1 or G + 1] at its own index."""
+    index = jnp.arange(draft.tokens.shape[1] + 1)
+    drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+    tokens = jnp.where(index < num_accepted[:, None], drafted, following)
+    return Verification(num_accepted, tokens, jnp.broadcast_to(index + 1, tokens.shape), beta)
 
-    Args:
-      logits: [B, V], what p was made of.
-      keys: [B] PRNG keys.
-      sampling: how.
 
-    Returns:
-      The verdict, of G = 0; its token is -1 where p is NaN.
-    """
-    _, residual_keys = split_rows(keys, 2)
-    token = next_token(residual_keys, logits, sampling)
-    return Verification(jnp.zeros_like(token), token[:, None])
+def _tested(draft: Draft) -> Array:
+    return jnp.arange(draft.tokens.shape[1]) < draft.length[:, None]  # [B, G]
+
+
+def _passes(bound: Array, draft: Draft, keys: Array) -> Array:
+    """[B, G] bool, the test of each token by itself; one random number for each."""
+    if draft.tokens.shape[1] == 0:
+        return jnp.zeros(draft.tokens.shape, bool)
+    uniform = jax.vmap(jax.vmap(jax.random.uniform))(split_rows(keys, draft.tokens.shape[1]).T)
+    q = 1.0 if draft.probs is None else at_token(draft.probs, draft.tokens)
+    return uniform * q < at_token(bound[:, :-1], draft.tokens)
 
 
 def _next_distribution(p: Array, draft: Draft, num_accepted: Array) -> Array:
@@ -152,6 +216,8 @@ def _next_distribution(p: Array, draft: Draft, num_accepted: Array) -> Array:
     def row(array, index):  # [B, N, V], [B] -> [B, V]
         return jnp.take_along_axis(array, index[:, None, None], axis=1)[:, 0]
 
+    if draft.tokens.shape[1] == 0:
+        return p[:, 0]
     p_next = row(p, num_accepted)
     rejected = num_accepted < draft.length
     index = jnp.minimum(num_accepted, draft.tokens.shape[1] - 1)

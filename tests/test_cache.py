@@ -1,102 +1,126 @@
-"""Axes: B rows, H heads, L slots, K head width, T tokens of one call."""
+"""The key/value cache: which slots a block is written to, what its tokens see, and what is kept of it.
+
+Axes: B rows, J key/value heads, L slots, K head width, T tokens of one call.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from spec_jax import cache as kv
+from spec_jax.types import Block
 
-
-def written_by_hand(buffer, update, start, axis):
-    buffer = np.array(buffer)
-    for row, at in enumerate(start):
-        where = [slice(None)] * (buffer.ndim - 1)
-        where[axis - 1] = slice(at, at + update.shape[axis])
-        buffer[row][tuple(where)] = update[row]
-    return buffer
-
-
-@pytest.mark.parametrize('batch', [1, 3, 16, 17, 40])  # 16 rows are written one by one, 17 by a scatter
-@pytest.mark.parametrize(('shape', 'axis'), [((9,), 1), ((2, 9, 3), 2)], ids=['positions', 'keys'])
-def test_each_row_is_written_from_its_own_start_and_nowhere_else(batch, shape, axis):
-    random = np.random.default_rng(batch)
-    buffer = random.normal(size=(batch, *shape)).astype(np.float32)
-    update = np.take(random.normal(size=buffer.shape), range(4), axis).astype(np.float32)
-    start = random.integers(0, 6, batch)  # 5 is the last that fits
-    start[0], start[-1] = 0, 5
-    written = kv.write(jnp.asarray(buffer), jnp.asarray(update), jnp.asarray(start), axis)
-    np.testing.assert_array_equal(written, written_by_hand(buffer, update, start, axis))
-
-
-def test_written_values_take_the_buffers_dtype():
-    buffer = jnp.zeros((2, 5), jnp.bfloat16)
-    written = kv.write(buffer, jnp.full((2, 1), 1 / 3, jnp.float32), jnp.array([0, 4]), axis=1)
-    assert written.dtype == jnp.bfloat16
-    assert written[1, 4] == jnp.bfloat16(1 / 3)
-
-
-@pytest.mark.parametrize('axis', [2, 3])
-@pytest.mark.parametrize('batch, tokens', [(1, 1), (1, 3), (2, 1), (2, 2)])
-def test_new_tokens_are_written_where_they_should_be_and_nothing_before_them_changes(batch, tokens, axis):
-    buffer = jnp.arange(batch * 2 * 6 * 3, dtype=jnp.float32).reshape(batch, 2, 6, 3)
-    update = -1 - jnp.arange(batch * 2 * tokens * 3, dtype=jnp.float32).reshape(batch, 2, tokens, 3)
-    start = jnp.array([2, 1])[:batch]
-    slots_last = lambda array: array if axis == 2 else array.swapaxes(2, 3)  # noqa: E731
-    written = slots_last(kv.write_new(slots_last(buffer), slots_last(update), start, axis))
-    for row, at in enumerate(start.tolist()):
-        np.testing.assert_array_equal(written[row, :, :at], buffer[row, :, :at])
-        np.testing.assert_array_equal(written[row, :, at : at + tokens], update[row])
-
-
-def test_a_new_cache_is_empty_and_all_its_slots_are_hidden():
-    cache = kv.init(3, 2, 4, 7, 5, jnp.bfloat16)
-    assert [array.shape for array in cache.keys] == 3 * [(2, 4, 5, 7)]
-    assert [array.shape for array in cache.values] == 3 * [(2, 4, 7, 5)]
-    assert cache.keys[0].dtype == jnp.bfloat16
-    assert cache.num_slots == 7
-    np.testing.assert_array_equal(cache.length, [0, 0])
-    np.testing.assert_array_equal(cache.positions, np.full((2, 7), kv.NO_POSITION))
+SLOTS = 9  # 6 tokens, the filler, and what `updates.write_new` may overwrite
 
 
 def uneven_cache():
-    """Row 0 holds the positions 0 .. 3, row 1 a filler and the positions 0 and 1; stale slots behind."""
-    cache = kv.init(1, 2, 1, 6, 1, jnp.float32)
-    positions = jnp.array([[0, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 3, 4]])
-    return cache.replace(positions=positions, length=jnp.array([4, 3]))
+    """Row 0 has kept 4 tokens, row 1 one; each slot's key and value are its number, of stale ones as well."""
+    cache = kv.init(1, 2, 1, 7, 1, jnp.float32)
+    slots = jnp.broadcast_to(jnp.arange(SLOTS, dtype=jnp.float32), (2, SLOTS))
+    values = slots[:, None, :, None]
+    return cache.replace(keys=(values.swapaxes(2, 3),), values=(values,), length=jnp.array([4, 1], jnp.int32))
 
 
-def test_new_tokens_stand_behind_each_rows_own_length():
-    cache, start = kv.append(uneven_cache(), jnp.array([[4, 5], [2, 3]]))
-    np.testing.assert_array_equal(start, [4, 3])
-    np.testing.assert_array_equal(cache.length, [6, 5])
-    np.testing.assert_array_equal(cache.positions, [[0, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 3, 4]])
+def block_of(cache, size, mask=None, depths=None):
+    """A block after what is kept, whose tokens are 10, 11, ..."""
+    depths = jnp.arange(size) if depths is None else jnp.asarray(depths)
+    tokens = jnp.broadcast_to(10 + jnp.arange(size), (2, size))
+    return Block(tokens, cache.length[:, None] + depths, mask)
 
 
-def test_a_token_sees_itself_and_what_stands_before_it_but_no_filler_and_nothing_stale():
-    cache, _ = kv.append(uneven_cache(), jnp.array([[4, 5], [2, 3]]))
+def store(cache, block):
+    new = block.tokens[:, None, :, None].astype(jnp.float32)
+    return kv.store(cache, 0, new.swapaxes(2, 3), new)
+
+
+def slots_of(cache):
+    """The values of both rows, and that the keys are the same."""
+    np.testing.assert_array_equal(cache.keys[0][:, 0, 0], cache.values[0][:, 0, :, 0])
+    return cache.values[0][:, 0, :, 0]
+
+
+def test_a_new_cache_is_empty_and_has_room_for_a_filler():
+    cache = kv.init(3, 2, 4, 7, 5, jnp.bfloat16)
+    assert [array.shape for array in cache.keys] == 3 * [(2, 4, 5, SLOTS)]
+    assert [array.shape for array in cache.values] == 3 * [(2, 4, SLOTS, 5)]
+    assert cache.keys[0].dtype == jnp.bfloat16
+    assert cache.num_slots == SLOTS
+    np.testing.assert_array_equal(cache.length, [0, 0])
+
+
+def test_a_blocks_tokens_are_written_to_the_slots_after_those_kept_by_position_plus_one():
+    cache = uneven_cache()
     np.testing.assert_array_equal(
-        kv.causal_mask(cache, 2).astype(int),
+        slots_of(store(cache, block_of(cache, 2))),
+        [[0, 1, 2, 3, 4, 10, 11, 7, 8], [0, 1, 10, 11, 4, 5, 6, 7, 8]],
+    )
+
+
+def test_a_window_of_the_first_token_begins_with_the_filler():
+    cache = kv.keep(uneven_cache(), None, jnp.array([3, -1]))
+    np.testing.assert_array_equal(
+        slots_of(store(cache, block_of(cache, 2))),
+        [[0, 1, 2, 3, 10, 11, 6, 7, 8], [10, 11, 2, 3, 4, 5, 6, 7, 8]],
+    )
+    np.testing.assert_array_equal(
+        kv.visible(cache, block_of(cache, 2))[1].astype(int), [[0] * SLOTS, [0, 1] + [0] * 7]
+    )
+
+
+def test_a_token_sees_itself_and_those_before_it_but_no_filler_and_nothing_stale():
+    cache = uneven_cache()
+    np.testing.assert_array_equal(
+        kv.visible(cache, block_of(cache, 2)).astype(int),
         [
-            [[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]],
-            [[0, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]],
+            [[0, 1, 1, 1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1, 0, 0]],
+            [[0, 1, 1, 0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0, 0, 0, 0]],
         ],
     )
-    np.testing.assert_array_equal(  # of the last token alone
-        kv.causal_mask(cache, 1).astype(int), [[[1, 1, 1, 1, 1, 1]], [[0, 1, 1, 1, 1, 0]]]
+    np.testing.assert_array_equal(kv.slot_positions(cache, block_of(cache, 2)), [np.arange(SLOTS) - 1])
+
+
+TREE = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)  # 0 -> 1, 0 -> 2 -> 3
+
+
+def test_in_a_tree_a_token_sees_the_text_and_the_nodes_it_follows_at_positions_by_depth():
+    cache = uneven_cache()
+    block = block_of(cache, 4, jnp.asarray(TREE)[None], [0, 1, 1, 2])
+    np.testing.assert_array_equal(
+        kv.visible(cache, block)[1].astype(int),
+        [
+            [0, 1, 1, 0, 0, 0, 0, 0, 0],
+            [0, 1, 1, 1, 0, 0, 0, 0, 0],
+            [0, 1, 1, 0, 1, 0, 0, 0, 0],
+            [0, 1, 1, 0, 1, 1, 0, 0, 0],
+        ],
+    )
+    np.testing.assert_array_equal(kv.slot_positions(cache, block)[1, 1:6], [0, 1, 2, 2, 3])
+    np.testing.assert_array_equal(kv.slot_positions(cache, block)[0, 1:], [0, 1, 2, 3, 4, 5, 5, 6])
+
+
+def test_a_mask_that_is_causal_is_no_mask():
+    cache = uneven_cache()
+    causal = jnp.tril(jnp.ones((1, 3, 3), bool))
+    np.testing.assert_array_equal(
+        kv.visible(cache, block_of(cache, 3, causal)), kv.visible(cache, block_of(cache, 3))
     )
 
 
-def test_rollback_changes_lengths_only_and_the_next_write_covers_the_stale_slots():
+def test_to_keep_fewer_tokens_changes_lengths_only():
     before = uneven_cache()
-    cache = kv.rollback(before, jnp.array([1, 3]))
+    cache = kv.keep(before, None, jnp.array([1, 3]))
+    np.testing.assert_array_equal(cache.length, [1, 3])
     for old, new in zip(
         jax.tree.leaves(before), jax.tree.leaves(cache.replace(length=before.length)), strict=True
     ):
         assert old is new
-    cache, start = kv.append(cache, jnp.array([[1, 2], [2, 3]]))
-    np.testing.assert_array_equal(start, [1, 3])
-    np.testing.assert_array_equal(cache.positions, [[0, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 3, 4]])
-    np.testing.assert_array_equal(
-        kv.causal_mask(cache, 1).astype(int), [[[1, 1, 1, 0, 0, 0]], [[0, 1, 1, 1, 1, 0]]]
-    )
+
+
+def test_an_accepted_path_is_moved_to_follow_the_blocks_first_token():
+    """Nodes 2 and 3 of the block's four in row 0, node 1 in row 1; what is written after them is stale."""
+    cache = uneven_cache()
+    cache = store(cache.replace(length=jnp.array([1, 2])), block_of(cache, 4))
+    kept = kv.keep(cache, jnp.array([[2, 3, 9], [1, 1, 9]]), jnp.array([4, 4]))
+    np.testing.assert_array_equal(kept.length, [4, 4])
+    np.testing.assert_array_equal(slots_of(kept)[0, :5], [0, 1, 10, 12, 13])
+    np.testing.assert_array_equal(slots_of(kept)[1, :5], [0, 1, 2, 10, 11])

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict, config_flags
 
 from spec_jax import analysis, demo
 from spec_jax.drafters.build import build_drafter
-from spec_jax.measure import pipeline
+from spec_jax.measure import agreement, runs, setup
 from spec_jax.text.data import Example
 from spec_jax.training import ngram, recipe
 
@@ -81,13 +81,13 @@ def test_a_recipe_has_every_key_that_the_scripts_read(name, monkeypatch, tmp_pat
     config = load(name, '--config.seed=3')
     assert config.seed == 3 and config.draft.kind == 'model'
     scripts = [path for name in READERS if (path := ROOT / 'scripts' / f'{name}.py').exists()]
-    for path in (*scripts, ROOT / 'spec_jax/measure/pipeline.py'):
+    for path in (*scripts, ROOT / 'spec_jax/measure/setup.py'):
         assert [key for key in sorted(keys_read(path)) if lacks(config, key)] == [], path.name
     reads = keys_read(ROOT / 'spec_jax/drafters/build.py')
     assert reads >= {'path', 'counts'} and [key for key in reads if lacks(config.draft, key)] == []
     # Some sections are read by index, which no reader of scripts sees: they are as in the first recipe.
     assert leaves(config) == leaves(load('demo_ende.py'))
-    settings = pipeline.settings_from(config)
+    settings = setup.settings_from(config)
     assert settings.gamma == config.gamma and settings.batch_size == 1
     assert config.verify.rows >= config.verify.sampled_prompts and config.alpha.tokens >= 10_000
 
@@ -171,26 +171,26 @@ def test_the_demo_pair_decodes_long_articles_and_counts_those_that_were_cut(arti
         '--config.max_new_tokens=5',
         '--config.gamma=2',
     )
-    job = pipeline.load(config, pipeline.settings_from(config))
+    job = setup.load(config, setup.settings_from(config))
     assert [len(source) for source in job.sources][1] == 512 and max(map(len, job.sources)) == 512
     assert job.num_truncated == 1 and job.truncation() == '1 of 3 sources cut to 512 tokens'
     assert job.examples[2].target == 'Children sleep outdoors .'
-    shapes = {batch.tokens.shape for batch, _, _ in pipeline.batches(job.sources, job.settings)}
+    shapes = {batch.tokens.shape for batch, _, _ in runs.batches(job.sources, job.settings)}
     assert len(shapes) <= 3 and (1, 512) in shapes
     drafter = build_drafter(config.draft, job.target, job.tokenizer, config.dtype)
-    settings = pipeline.one_width(job.settings, job.sources)  # one shape: compiling is most of the time
-    plain = pipeline.decode_lines(job.sources, settings, pipeline.plain_program(job.target, settings))
-    program = pipeline.speculative_program(job.target, drafter, settings)
-    fast = pipeline.decode_lines(job.sources, settings, program)
-    assert pipeline.agreement(job.target, job.sources, plain.ids, fast.ids)['greedy_match'] == 1.0
+    settings = setup.one_width(job.settings, job.sources)  # one shape: compiling is most of the time
+    plain = runs.decode_lines(job.sources, settings, runs.plain_program(job.target, settings))
+    program = runs.speculative_program(job.target, drafter, settings)
+    fast = runs.decode_lines(job.sources, settings, program)
+    assert agreement.agreement(job.target, job.sources, plain.ids, fast.ids)['greedy_match'] == 1.0
     assert all(0 < len(ids) <= 5 for ids in fast.ids)
 
 
 def examples_of(tmp_path, **where):
-    """What `pipeline.load` reads; the demo pair costs half a second."""
+    """What `setup.load` reads; the demo pair costs half a second."""
     config = load('demo_ende.py')
     config.data.update(where)
-    return pipeline.load(config, pipeline.settings_from(config)).examples
+    return setup.load(config, setup.settings_from(config)).examples
 
 
 def test_parallel_text_by_the_configs_keys(tmp_path):
@@ -212,7 +212,7 @@ def test_a_recipe_of_old_without_the_new_keys_still_decodes(tmp_path):
     for key in ('source_key', 'target_key', 'target_path'):
         del config.data[key]
     config.data.limit = 2
-    job = pipeline.load(config, pipeline.settings_from(config))
+    job = setup.load(config, setup.settings_from(config))
     assert len(job.examples) == 2 and job.examples[0].target
     assert all(np.issubdtype(source.dtype, np.int32) for source in job.sources)
     assert config.data.path == str(demo.SENTENCES)

@@ -1,6 +1,6 @@
 """Every shipped draft passes the suite, and each kind of fault fails the check that is meant for it.
 
-A fault of a draft wraps a sound one; a fault of the loop is planted in `decoding` for one program.
+A fault of a draft wraps a sound one; a fault of the loop is a function in place of its rule, emission or count.
 
 Axes: B rows, G draft length, V vocabulary.
 """
@@ -18,13 +18,13 @@ import pytest
 from spec_jax import conformance, decoding
 from spec_jax.conformance.results import checked
 from spec_jax.drafters import ngram
-from spec_jax.drafters.base import Drafter
+from spec_jax.drafters.base import Drafter, DraftShape
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.drafters.prompt_lookup import PromptLookup
 from spec_jax.drafters.thrifty import Thrifty
 from spec_jax.testing import TableModel
 from spec_jax.training.ngram import count_ngrams
-from spec_jax.types import Verification
+from spec_jax.verification import TokenRule, verify_chain, verify_greedy
 
 
 def blurred(target):
@@ -58,7 +58,7 @@ def rows_cost(rows):
 
 
 def thrifty(target):
-    return Thrifty(trigrams(target), rows_cost)
+    return Thrifty(trigrams(target), ngram.NgramDrafter.confidence, rows_cost)
 
 
 def use_optimised(request, name):
@@ -106,22 +106,27 @@ class Faulty:
     keep: Callable = flax.struct.field(pytree_node=False, default=lambda state: state)
     name: str = flax.struct.field(pytree_node=False, default='')
 
-    def init(self, inputs, num_slots) -> tuple[Any, jax.Array]:
-        return self.drafter.init(inputs, num_slots), jnp.zeros(inputs.tokens.shape[0], bool)
+    def shape(self, gamma) -> DraftShape:
+        return self.drafter.shape(gamma)
 
-    def propose(self, state, context, keys, gamma, sampling, vocab_size):
-        own, full = state
-        shown = self.see(context, keys, full)
-        draft, own = self.drafter.propose(own, *shown, gamma, sampling, vocab_size)
-        return self.say(draft), (own, full)
+    def init(self, target, prefill, inputs, num_slots) -> tuple[Any, jax.Array]:
+        inner = self.drafter.init(target, prefill, inputs, num_slots)
+        return inner, jnp.zeros(inputs.tokens.shape[0], bool)
 
-    def update(self, state, context, verified, hidden):
-        own = self.drafter.update(state[0], context, verified, hidden)
-        return self.keep((own, verified.num_accepted == verified.tokens.shape[1] - 1))
+    def propose(self, state, round):
+        inner, full = state
+        context, keys = self.see(round.context, round.keys, full)
+        draft, inner = self.drafter.propose(inner, round.replace(context=context, keys=keys))
+        return self.say(draft), (inner, full)
+
+    def update(self, state, outcome):
+        verification = outcome.verification
+        inner = self.drafter.update(state[0], outcome)
+        return self.keep((inner, verification.num_accepted == verification.tokens.shape[1] - 1))
 
 
-def told(change):
-    """A `say` that changes what the loop is told of q; a greedy draft has none."""
+def reported(change):
+    """A `say` that changes the q that the loop gets; a greedy draft has none."""
     return lambda draft: draft if draft.probs is None else draft.replace(probs=change(draft.probs))
 
 
@@ -134,15 +139,23 @@ def without_last_draft_token(context, keys, full):
     return context.replace(tokens=tokens.at[rows, here].set(kept)), keys
 
 
-SQUARED = told(lambda q: q**2 / (q**2).sum(-1, keepdims=True))
+def selecting(draft):
+    """Breaks the law of `Draft.length`: a draft whose token 1 was drawn is withheld from that token on."""
+    one = jnp.where(draft.tokens == 1, jnp.arange(draft.tokens.shape[1]), draft.tokens.shape[1]).min(1)
+    return draft.replace(length=jnp.minimum(draft.length, one).astype(draft.length.dtype))
+
+
+SQUARED = reported(lambda q: q**2 / (q**2).sum(-1, keepdims=True))
 FAULTY_DRAFTS = {
     'the q of another token': (
         'tokens_follow_q',
-        dict(say=told(lambda q: jnp.roll(q, 1, -1))),
+        dict(say=reported(lambda q: jnp.roll(q, 1, -1))),
         'expected Draft.probs to be',
     ),
     'q at half the temperature': ('tokens_follow_q', dict(say=SQUARED), 'do not follow'),
     'and the texts are wrong': ('joint_distribution', dict(say=SQUARED), 'not distributed as'),
+    'a length that depends on a withheld token': ('tokens_follow_q', dict(say=selecting), 'do not follow'),
+    'and its texts are wrong': ('joint_distribution', dict(say=selecting), 'not distributed as'),
     'a cache off by one after full acceptance': (
         'acceptance_of_1',
         dict(see=without_last_draft_token),
@@ -165,12 +178,12 @@ FAULTY_DRAFTS = {
     ),
     'probabilities that sum to 0.9': (
         'shapes',
-        dict(say=told(lambda q: 0.9 * q)),
+        dict(say=reported(lambda q: 0.9 * q)),
         'expected probabilities that sum to 1, got sums of 0.9',
     ),
     'and a round emits too little': (
         'closed_form',
-        dict(say=told(lambda q: 0.9 * q)),
+        dict(say=reported(lambda q: 0.9 * q)),
         'q is no distribution',
     ),
     'too few tokens': (
@@ -180,7 +193,7 @@ FAULTY_DRAFTS = {
     ),
     'a q of another width': (
         'shapes',
-        dict(say=told(lambda q: q[..., 1:])),
+        dict(say=reported(lambda q: q[..., 1:])),
         r'Draft.probs: expected floating numbers of shape \[8, 1, 8\], got float32 of shape \[8, 1, 7\]',
     ),
     'a length above gamma': (
@@ -215,7 +228,7 @@ def assert_detail(result, message):
     assert re.search(message, result.detail), result.detail
 
 
-def test_a_draft_that_is_no_pytree_is_told_so():
+def test_a_draft_that_is_no_pytree_is_refused():
     class Bare:
         def init(self, inputs, num_slots):
             return ()
@@ -227,53 +240,58 @@ def test_a_draft_that_is_no_pytree_is_told_so():
 
 # --- faults of the loop -------------------------------------------------------------------------------------
 
-VERIFY, VERIFY_GREEDY = decoding.verify_chain, decoding.verify_greedy
-EMIT, COUNT = decoding._emit, decoding._count
+EMIT, COUNT, EXACT = decoding.emit, decoding.count_round, TokenRule.__call__
 
 
-def batch_minimum(*args):
-    verified = VERIFY(*args)
-    return Verification(
-        jnp.broadcast_to(verified.num_accepted.min(), verified.num_accepted.shape), verified.tokens
-    )
+def batch_minimum(self, scores, draft, keys):
+    verified = EXACT(self, scores, draft, keys)
+    least = jnp.broadcast_to(verified.num_accepted.min(), verified.num_accepted.shape)
+    return verified.replace(num_accepted=least)
 
 
-def accept_all(best, draft):
-    return VERIFY_GREEDY(jnp.concatenate([draft.tokens, best[:, -1:]], axis=1), draft)
+def accept_all(self, scores, draft, keys):
+    return verify_greedy(jnp.concatenate([draft.tokens, scores.best[:, -1:]], axis=1), draft)
 
 
-def residual_of_p(p, draft, keys, bound):
-    """What replaces a rejected token comes from p, as a token behind full acceptance does."""
-    verified = VERIFY(p, draft, keys, bound)
-    instead = VERIFY(p, draft.replace(length=verified.num_accepted), keys, jnp.full_like(p, 2.0))
+def residual_of_p(self, scores, draft, keys):
+    """What replaces a rejected token comes from p, as a token after full acceptance does."""
+    p = scores.p
+    verified = verify_chain(p, draft, keys)
+    instead = verify_chain(p, draft.replace(length=verified.num_accepted), keys, jnp.full_like(p, 2.0))
     return verified.replace(tokens=instead.tokens)
 
 
-def past_eos(tokens, count, room, eos_id):
+def past_eos(tokens, count, room, ends):
     """Only the last token of a block is looked at."""
     index = jnp.arange(tokens.shape[1])
-    return EMIT(jnp.where(index == count[:, None] - 1, tokens, -1), count, room, eos_id)
+    return EMIT(jnp.where(index == count[:, None] - 1, tokens, -1), count, room, ends)
 
 
-def past_limit(tokens, count, room, eos_id):
-    emitted, _ = EMIT(tokens, count, room + tokens.shape[1], eos_id)
+def past_limit(tokens, count, room, ends):
+    emitted, _ = EMIT(tokens, count, room + tokens.shape[1], ends)
     return emitted, emitted >= room
 
 
-def all_tested(stats, bound, draft, num_accepted, emitted):
-    counted = COUNT(stats, bound, draft, num_accepted, emitted)
-    meant = jnp.arange(draft.tokens.shape[1]) < jnp.where(emitted > 0, draft.length, 0)[:, None]
-    return counted.replace(tested_at=stats.tested_at + meant)
+def all_tested(stats, *, proposed, emitted, beta, **others):
+    counted = COUNT(stats, proposed=proposed, emitted=emitted, beta=beta, **others)
+    valid = jnp.arange(beta.shape[1]) < jnp.where(emitted > 0, proposed, 0)[:, None]
+    return counted.replace(tested_at=stats.tested_at + valid)
 
 
 AT_ONCE = ('batch minimum', 'no residual')  # `-m slow` runs the others
 FAULTY_LOOPS = {
-    'batch minimum': ('uneven_batches', 'verify_chain', batch_minimum, 'alone and .* in the batch'),
-    'all accepted': ('greedy_identity', 'verify_greedy', accept_all, "expected the target's own output"),
-    'no residual': ('joint_distribution', 'verify_chain', residual_of_p, 'not distributed as'),
-    'past an EOS': ('eos_in_every_place', '_emit', past_eos, 'up to the first 1'),
-    'past the limit': ('length_limits', '_emit', past_limit, 'limit 1: expected 1 tokens'),
-    'all tested': ('honest_counts', '_count', all_tested, 'expected tested'),
+    'batch minimum': ('uneven_batches', TokenRule, '__call__', batch_minimum, 'alone and .* in the batch'),
+    'all accepted': (
+        'greedy_identity',
+        TokenRule,
+        '__call__',
+        accept_all,
+        "expected the target's own output",
+    ),
+    'no residual': ('joint_distribution', TokenRule, '__call__', residual_of_p, 'not distributed as'),
+    'past an EOS': ('eos_in_every_place', decoding, 'emit', past_eos, 'up to the first 1'),
+    'past the limit': ('length_limits', decoding, 'emit', past_limit, 'limit 1: expected 1 tokens'),
+    'all tested': ('honest_counts', decoding, 'count_round', all_tested, 'expected tested'),
 }
 
 
@@ -282,9 +300,9 @@ FAULTY_LOOPS = {
     [pytest.param(fault, marks=() if fault in AT_ONCE else pytest.mark.slow) for fault in FAULTY_LOOPS],
 )
 def test_a_faulty_loop_fails_the_check_that_is_meant_for_it(fault, monkeypatch, request):
-    name, part, planted, message = FAULTY_LOOPS[fault]
+    name, holder, part, planted, message = FAULTY_LOOPS[fault]
     use_optimised(request, name)
-    monkeypatch.setattr(decoding, part, planted)
+    monkeypatch.setattr(holder, part, planted)
     result = run(name, lambda target: Faulty(blurred(target), name=fault))
     assert not result.passed, result.detail
     assert_detail(result, message)

@@ -5,6 +5,7 @@ Nearly all of it has one shape (8 rows, order 2, 16 tokens), so that few program
 Axes: B rows, G draft length, R tables, V vocabulary.
 """
 
+import dataclasses
 from functools import partial
 
 import flax.struct
@@ -15,11 +16,13 @@ import pytest
 from jax import lax
 
 from spec_jax import decoding
-from spec_jax.decoding import generate, plain_generate
+from spec_jax.decoding import DecodeConfig, generate, plain_generate
+from spec_jax.drafters.base import DraftShape
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.sampling import GREEDY, SamplingConfig, row_keys
 from spec_jax.testing import NanAt, ScriptedDrafter, TableModel, TraceCounter, Traced, prompts
 from spec_jax.types import Draft
+from spec_jax.verification import lenient
 
 V, EOS, ROWS = 16, 1, 8
 KEY = jax.random.key(0)
@@ -46,13 +49,11 @@ def writer(texts):
 
 
 def speculate(target, drafter, inputs=ALL, key=KEY, gamma=3, max_new_tokens=LIMIT, sampling=GREEDY):
-    return generate(
-        target, drafter, inputs, key, gamma=gamma, max_new_tokens=max_new_tokens, sampling=sampling
-    )
+    return generate(target, drafter, inputs, key, DecodeConfig(gamma, max_new_tokens, sampling))
 
 
 def plain(target, inputs=ALL, key=KEY, max_new_tokens=300, sampling=GREEDY):
-    return plain_generate(target, inputs, key, max_new_tokens=max_new_tokens, sampling=sampling)
+    return plain_generate(target, inputs, key, DecodeConfig(0, max_new_tokens, sampling))
 
 
 def assert_same_text(output, expected):
@@ -280,9 +281,10 @@ def test_plain_decoding_of_a_row_is_the_same_alone_and_in_a_batch():
 
 @partial(jax.jit, static_argnames='gamma')
 def final_state(target, drafter, inputs, keys, *, gamma):
-    state = decoding.prefill(target, drafter, inputs, keys, gamma=gamma, max_new_tokens=LIMIT)
-    how = dict(gamma=gamma, max_new_tokens=LIMIT, sampling=GREEDY)
-    return lax.while_loop(decoding.cond_fn, partial(decoding.speculative_step, target, drafter, **how), state)
+    config = DecodeConfig(gamma, LIMIT, GREEDY)
+    state = decoding.start(target, drafter, inputs, keys, config=config)
+    step = partial(decoding.speculative_step, target, drafter, config=config)
+    return lax.while_loop(decoding.unfinished, step, state)
 
 
 def test_filler_rows_stay_empty_and_do_not_prolong_the_loop():
@@ -296,14 +298,35 @@ def test_filler_rows_stay_empty_and_do_not_prolong_the_loop():
     np.testing.assert_array_equal(output.tokens[jnp.array([0, 2, 7])], 0)
     np.testing.assert_array_equal(output.tokens[4, :5], short)
     assert_counts(take(output.stats, [0, 2, 3, 5, 6, 7]), rounds=0, tested=0, histogram=0, emitted=0)
-    assert final_state(target, drafter, inputs, row_keys(KEY, range(ROWS)), gamma=1).round == 3
-    assert final_state(target, drafter, prompts([-1] * 8), row_keys(KEY, range(ROWS)), gamma=1).round == 0
+    keys = row_keys(KEY, range(ROWS))
+    assert final_state(target, drafter, inputs, keys, gamma=1).stats.rounds.max() == 3
+    assert final_state(target, drafter, prompts([-1] * 8), keys, gamma=1).stats.rounds.max() == 0
+
+
+@flax.struct.dataclass
+class CountsRounds:
+    """Counts the rounds of the loop, whether a row is finished or not."""
+
+    drafter: ModelDrafter
+
+    def shape(self, gamma):
+        return self.drafter.shape(gamma)
+
+    def init(self, *args):
+        return self.drafter.init(*args), jnp.zeros((), jnp.int32)
+
+    def propose(self, state, round):
+        draft, inner = self.drafter.propose(state[0], round)
+        return draft, (inner, state[1])
+
+    def update(self, state, outcome):
+        return self.drafter.update(state[0], outcome), state[1] + 1
 
 
 def test_finished_rows_do_not_prolong_the_loop():
     target, drafter = uneven()
-    state = final_state(target, drafter, ALL, row_keys(KEY, range(ROWS)), gamma=1)
-    assert state.round == state.stats.rounds.max()
+    state = final_state(target, CountsRounds(drafter), ALL, row_keys(KEY, range(ROWS)), gamma=1)
+    assert state.draft_state[1] == state.stats.rounds.max()
     assert bool(state.done.all())
 
 
@@ -369,13 +392,16 @@ class Fixed:
 
     draft: Draft
 
-    def init(self, inputs, num_slots):
+    def shape(self, gamma):
+        return DraftShape(gamma, gamma)
+
+    def init(self, target, prefill, inputs, num_slots):
         return ()
 
-    def propose(self, state, context, keys, gamma, sampling, vocab_size):
+    def propose(self, state, round):
         return self.draft, state
 
-    def update(self, state, context, verified, hidden):
+    def update(self, state, outcome):
         return state
 
 
@@ -420,9 +446,10 @@ def test_full_lenience_keeps_every_draft_and_strict_lenience_is_exact():
     target = random_model(2, ends=False)
     drafter = blurred(target)
     exact = speculate(target, drafter)
-    how = dict(gamma=3, max_new_tokens=LIMIT, sampling=GREEDY)
+    config = DecodeConfig(3, LIMIT, GREEDY)
     for lenience, output in (0.5, None), (1e-9, None), (1.0, exact):
-        found = generate(target, drafter, ALL, KEY, **how, lenience=lenience)
+        rule = dataclasses.replace(config, rule=lenient(lenience))
+        found = generate(target, drafter, ALL, KEY, rule)
         if output is not None:
             jax.tree.map(np.testing.assert_array_equal, found, output)
         if lenience == 1e-9:
@@ -431,7 +458,7 @@ def test_full_lenience_keeps_every_draft_and_strict_lenience_is_exact():
             assert found.stats.rounds.sum() < exact.stats.rounds.sum()
     for lenience in 0.0, 1.1, -1.0:
         with pytest.raises(ValueError, match='lenience: expected a number in'):
-            generate(target, drafter, ALL, KEY, **how, lenience=lenience)
+            lenient(lenience)
 
 
 def test_a_row_without_a_highest_logit_is_an_error():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.decoding import generate, plain_generate
+from spec_jax.decoding import DecodeConfig, generate, plain_generate
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.sampling import SamplingConfig
 from spec_jax.testing import (
@@ -41,8 +41,8 @@ def pair_of_models():
 def continuations(target, drafter, kinds, sampling, calls, seed):
     """`calls` batches of outputs [BATCH, LENGTH], joined, with their counts."""
     inputs = prompts(np.resize(kinds, BATCH))
-    how = dict(gamma=3, max_new_tokens=LENGTH, sampling=sampling)
-    parts = [generate(target, drafter, inputs, jax.random.key(seed + i), **how) for i in range(calls)]
+    config = DecodeConfig(3, LENGTH, sampling)
+    parts = [generate(target, drafter, inputs, jax.random.key(seed + i), config) for i in range(calls)]
     parts = [(np.asarray(part.tokens), jax.tree.map(np.asarray, part.stats)) for part in parts]
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
@@ -95,7 +95,7 @@ def test_rows_of_uneven_acceptance_in_one_batch_are_each_distributed_as_their_ta
 def test_plain_continuations_are_distributed_as_the_targets():
     target, _ = pair_of_models()
     inputs = prompts([CHANCE] * BATCH)
-    output = plain_generate(target, inputs, jax.random.key(9), max_new_tokens=LENGTH, sampling=CONFIGS[0])
+    output = plain_generate(target, inputs, jax.random.key(9), DecodeConfig(0, LENGTH, CONFIGS[0]))
     p = next_distributions(target, prompts([CHANCE]), LENGTH, CONFIGS[0])
     assert_distributed_as(output.tokens, joint(p, EOS))
 
@@ -104,8 +104,7 @@ def test_a_draft_without_probabilities_and_of_any_length_leaves_the_distribution
     target, _ = pair_of_models()
     drafter = ScriptedDrafter(jnp.array([[2, 3, 0, 4]]), lengths=jnp.array([[2, 0, 1, 2]]))
     inputs = prompts([CHANCE] * BATCH)
-    how = dict(gamma=2, max_new_tokens=4, sampling=CONFIGS[0])
-    output = generate(target, drafter, inputs, jax.random.key(3), **how)
+    output = generate(target, drafter, inputs, jax.random.key(3), DecodeConfig(2, 4, CONFIGS[0]))
     assert_distributed_as(
         output.tokens, joint(next_distributions(target, prompts([CHANCE]), 4, CONFIGS[0]), EOS)
     )
@@ -130,8 +129,8 @@ def test_padding_rows_of_either_head_are_never_drawn_and_change_nothing(target_r
     """Vocabularies that agree on the first 5 ids; what the larger head says beyond them has most of its mass."""
     target, drafter = pair_of_models()
     wide = fit(target, target_rows), ModelDrafter(fit(drafter.model, draft_rows))
-    how = dict(gamma=3, max_new_tokens=3, sampling=SamplingConfig(vocab_limit=limit))
-    output = generate(*wide, prompts([CHANCE] * BATCH), jax.random.key(5), **how)
+    config = DecodeConfig(3, 3, SamplingConfig(vocab_limit=limit))
+    output = generate(*wide, prompts([CHANCE] * BATCH), jax.random.key(5), config)
     p = next_distributions(target, prompts([CHANCE]), 3, CONFIGS[0])
     assert output.tokens.max() < V
     assert chi_square(histogram(output.tokens, V), joint(p, EOS)) > 0.001

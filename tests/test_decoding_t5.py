@@ -12,11 +12,13 @@ import pytest
 from jax import lax
 
 from spec_jax import decoding
-from spec_jax.decoding import generate, plain_generate
+from spec_jax.decoding import DecodeConfig, generate, plain_generate
+from spec_jax.drafters.base import NoDrafter, Round
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.models.t5 import T5, T5Config
+from spec_jax.runtime import backend
 from spec_jax.sampling import GREEDY, row_keys
-from spec_jax.types import Inputs
+from spec_jax.types import Block, Inputs
 
 CONFIG = T5Config(
     vocab_size=24,
@@ -53,13 +55,13 @@ def target():
 
 
 def test_greedy_ids_equal_plain_decodings_and_acceptance_does_not_decay(target):
-    how = dict(max_new_tokens=50 * 5, sampling=GREEDY)
-    expected = plain_generate(target, INPUTS, KEYS, **how)
-    perfect = generate(target, ModelDrafter(target), INPUTS, KEYS, gamma=4, **how)
+    config = DecodeConfig(4, 50 * 5, GREEDY)
+    expected = plain_generate(target, INPUTS, KEYS, config)
+    perfect = generate(target, ModelDrafter(target), INPUTS, KEYS, config)
     np.testing.assert_array_equal(perfect.tokens, expected.tokens)
     np.testing.assert_array_equal(perfect.stats.rounds, 50)
     np.testing.assert_array_equal(perfect.stats.accepted, 50 * 4)
-    chance = generate(target, blurred(target, 0.06), INPUTS, KEYS, gamma=4, **how)
+    chance = generate(target, blurred(target, 0.06), INPUTS, KEYS, config)
     np.testing.assert_array_equal(chance.tokens, expected.tokens)
     assert (chance.stats.accepted < chance.stats.tested).all()
 
@@ -67,14 +69,13 @@ def test_greedy_ids_equal_plain_decodings_and_acceptance_does_not_decay(target):
 @partial(jax.jit, static_argnames='rounds')
 def run(target, drafter, *, rounds):
     """The state after some rounds, and what both models would say next [B, V], drafted afresh."""
-    state = decoding.prefill(target, drafter, INPUTS, KEYS, gamma=3, max_new_tokens=40)
-    how = dict(gamma=3, max_new_tokens=40, sampling=GREEDY)
-    step = partial(decoding.speculative_step, target, drafter, **how)
+    config = DecodeConfig(3, 40, GREEDY)
+    state = decoding.start(target, drafter, INPUTS, KEYS, config=config)
+    step = partial(decoding.speculative_step, target, drafter, config=config)
     state = lax.fori_loop(0, rounds, lambda _, state: step(state), state)
-    newest = state.context.length[:, None] - 1
-    token = jnp.take_along_axis(state.context.tokens, newest, axis=1)
-    hidden, _ = target.decode(token, newest, state.target_cache)
-    return state, target.logits(hidden)[:, 0]
+    draft, _ = NoDrafter().propose((), Round(state.context, KEYS, 0, GREEDY, CONFIG.vocab_size))
+    logits, *_ = decoding.target_call(target, state.target_cache, state.context, draft)
+    return state, logits[:, 0]
 
 
 @jax.jit
@@ -82,7 +83,7 @@ def next_from_scratch(model, context):
     """Logits [B, V] behind each row's text, in one call on an empty cache."""
     size = context.tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(size), context.tokens.shape)
-    hidden, _ = model.decode(context.tokens, positions, model.encode(INPUTS, size))
+    hidden, *_ = model.decode(Block(context.tokens, positions), model.prefill(INPUTS, size).cache)
     return model.logits(hidden)[jnp.arange(3), context.length - 1]
 
 
@@ -92,7 +93,8 @@ def test_caches_after_uneven_rollback_equal_a_fresh_prefill_of_the_output(target
     assert len(set(state.context.length.tolist())) == 3  # no two rows alike
     np.testing.assert_allclose(logits, next_from_scratch(target, state.context), atol=1e-4)
     np.testing.assert_array_equal(state.target_cache.own.length, state.context.length - 1)
-    draft = propose(drafter.replace(window=2), state)  # the rounds so far looked at one token a step
+    with backend.tracing_for('gpu'):
+        draft = propose(drafter, state)  # by steps over two tokens, where the rounds so far looked at one
     context = state.context
     for place in range(3):
         expected = next_from_scratch(drafter.model, context).argmax(-1)
@@ -103,4 +105,5 @@ def test_caches_after_uneven_rollback_equal_a_fresh_prefill_of_the_output(target
 
 @jax.jit
 def propose(drafter, state):
-    return drafter.propose(state.draft_state, state.context, KEYS, 3, GREEDY, CONFIG.vocab_size)[0]
+    round = Round(state.context, KEYS, 3, GREEDY, CONFIG.vocab_size)
+    return drafter.propose(state.draft_state, round)[0]

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from spec_jax import GREEDY, analysis, demo
+from spec_jax.decoding import DecodeConfig
 from spec_jax.drafters.model import ModelDrafter, check_vocabularies
-from spec_jax.measure import pipeline
+from spec_jax.measure import agreement, runs, setup
 from spec_jax.models.t5_weights import load_t5
 from spec_jax.text import data
 from spec_jax.text.tokenizers import load_tokenizer, pieces
@@ -38,7 +39,7 @@ def test_target_and_draft_share_a_t5_vocabulary(pair):
     assert (target.pad_token_id, target.eos_token_id, target.unk_token_id) == (0, 1, 2)
     assert 'T5' in type(target).__name__
     assert target('Straße "über" 12').input_ids[-1] == 1
-    assert len(target) == pair[0].vocab_size == pair[1].model.vocab_size
+    assert len(target) == pair[0].spec.vocab_size == pair[1].model.spec.vocab_size
 
 
 def test_it_translates_the_same_both_ways_and_drafts_are_mostly_right(pair):
@@ -48,10 +49,10 @@ def test_it_translates_the_same_both_ways_and_drafts_are_mostly_right(pair):
     tokenizer = load_tokenizer(demo.TARGET)
     texts = [example.source for example in examples[:16]]
     sources, _ = data.encode_sources(tokenizer, texts, max_source_length=64)
-    settings = pipeline.Settings(gamma=3, max_new_tokens=48, sampling=GREEDY, batch_size=8)
-    plain = pipeline.decode_lines(sources, settings, pipeline.plain_program(target, settings))
-    fast = pipeline.decode_lines(sources, settings, pipeline.speculative_program(target, drafter, settings))
-    match = pipeline.agreement(target, sources, plain.ids, fast.ids)
+    settings = setup.Settings(DecodeConfig(3, 48, GREEDY), batch_size=8)
+    plain = runs.decode_lines(sources, settings, runs.plain_program(target, settings))
+    fast = runs.decode_lines(sources, settings, runs.speculative_program(target, drafter, settings))
+    match = agreement.agreement(target, sources, plain.ids, fast.ids)
     assert match['greedy_match'] == 1.0, match
     assert analysis.acceptance_figures(fast.stats)['acceptance_rate'] > 0.4
     assert all(np.isin(ids, range(len(tokenizer))).all() for ids in fast.ids)

@@ -21,10 +21,10 @@ from safetensors.numpy import load_file
 
 from spec_jax import analysis, decoding
 from spec_jax.conformance.tables import ending
-from spec_jax.decoding import generate, plain_generate
+from spec_jax.decoding import DecodeConfig, generate, plain_generate
 from spec_jax.drafters.model import ModelDrafter, check_vocabularies, fit_vocabulary
 from spec_jax.exactness.rule import Chain, integrate
-from spec_jax.measure import pipeline
+from spec_jax.measure import agreement
 from spec_jax.models.t5 import T5
 from spec_jax.models.t5_weights import load_t5
 from spec_jax.run import report
@@ -38,7 +38,7 @@ from spec_jax.testing import (
     next_distributions,
     prompts,
 )
-from spec_jax.types import Draft, Inputs
+from spec_jax.types import Block, Draft, Inputs
 from spec_jax.verification import residual_distribution, verify_chain
 
 GOLDEN = pathlib.Path(__file__).parent / 'models' / 'golden'
@@ -64,7 +64,7 @@ def chance(seed, eos_id=EOS):
 def speculate(target, draft, inputs=ALL):
     """Greedy; one program, whether texts end or not."""
     ends, drafter = ending(target, target.eos_id), ModelDrafter(draft.replace(eos_id=-1))
-    output = generate(ends, drafter, inputs, KEY, gamma=GAMMA, max_new_tokens=LIMIT, sampling=GREEDY)
+    output = generate(ends, drafter, inputs, KEY, DecodeConfig(GAMMA, LIMIT, GREEDY))
     return jax.tree.map(np.asarray, output)
 
 
@@ -75,14 +75,13 @@ def texts_of(output):
 @jax.jit
 def last_state(target, drafter, inputs, keys, limit):
     """The loop up to `limit` <= 16 tokens, and what the target says next: its state and logits [B, V]."""
-    state = decoding.prefill(target, drafter, inputs, keys, gamma=GAMMA, max_new_tokens=16)
-    how = dict(gamma=GAMMA, max_new_tokens=limit, sampling=GREEDY)
-    step = partial(decoding.speculative_step, target, drafter, **how)
-    state = lax.while_loop(decoding.cond_fn, step, state)
-    newest = state.context.length[:, None] - 1
-    token = jnp.take_along_axis(state.context.tokens, newest, axis=1)
-    hidden, _ = target.decode(token, newest, state.target_cache)
-    return state, target.logits(hidden)[:, 0]
+    config, limits = DecodeConfig(GAMMA, 16, GREEDY), jnp.full((ROWS,), limit, jnp.int32)
+    state = decoding.start(target, drafter, inputs, keys, limits, config=config)
+    step = partial(decoding.speculative_step, target, drafter, config=config)
+    state = lax.while_loop(decoding.unfinished, step, state)
+    nothing = Draft(jnp.zeros((ROWS, 0), jnp.int32), None, jnp.zeros((ROWS,), jnp.int32))
+    logits, *_ = decoding.target_call(target, state.target_cache, state.context, nothing)
+    return state, logits[:, 0]
 
 
 # --- the accept test ----------------------------------------------------------------------------------------
@@ -95,7 +94,7 @@ def test_01_the_q_of_the_accept_test_is_what_the_draft_was_sampled_from():
     rejected, accepted = enumerate_round([p, bonus], [q])
     np.testing.assert_allclose(rejected[:2], [0, 0.2], atol=1e-7)  # of the 0s one in four fails, for a 1
     np.testing.assert_allclose(accepted.sum(1)[:2], [0.6, 0.2], atol=1e-7)
-    found = integrate([Chain([p, bonus], [q], [p, bonus])], with_probs=True)
+    found = integrate([Chain([p, bonus], [q])], with_probs=True)
     assert found.rules == 10  # 5 drafts, meant or not
     assert found.emitted < 1e-6 and found.accepted < 1e-6 and found.ends == found.others == 0
 
@@ -134,7 +133,7 @@ def test_04_neither_text_nor_cache_overruns_the_limit():
         text = state.context.tokens[:, : limit + 1]  # with the start token
         np.testing.assert_array_equal(state.context.length, limit + 1)
         np.testing.assert_array_equal(state.target_cache.own.length, limit)
-        np.testing.assert_array_equal(state.target_cache.own.values[0][:, 0, :limit, 0], text[:, :-1])
+        np.testing.assert_array_equal(state.target_cache.own.values[0][:, 0, 1 : limit + 1, 0], text[:, :-1])
         np.testing.assert_array_equal(
             logits, np.asarray(target.table)[np.arange(ROWS), text[:, -2], text[:, -1]]
         )
@@ -182,8 +181,8 @@ def two_kinds_of_rows():
     target = target.replace(table=target.table.at[0, :, 2].set(-jnp.inf))
     only_2 = jnp.where(jnp.arange(3) == 2, 0.0, -jnp.inf)
     draft = ModelDrafter(target.replace(table=target.table.at[0].set(only_2)))
-    run = partial(generate, target, draft, gamma=2, max_new_tokens=6, sampling=SAMPLED)
-    return target, lambda *args: jax.tree.map(np.asarray, run(*args))
+    config = DecodeConfig(2, 6, SAMPLED)
+    return target, lambda *args: jax.tree.map(np.asarray, generate(target, draft, *args, config))
 
 
 @pytest.mark.usefixtures('optimised')
@@ -264,12 +263,12 @@ def test_11_near_ties_are_told_from_faults():
     table[0, :, 2], table[0, :, 3], table[0, :, 4] = 0, -5e-6, -0.1
     target, sources = TableModel(jnp.asarray(table), eos_id=EOS), [np.array([5, EOS], np.int32)] * 2
     plain = [np.array([2, 2, EOS])] * 2
-    tie = pipeline.agreement(target, sources, plain, [plain[0], np.array([2, 3, EOS])])
+    tie = agreement.agreement(target, sources, plain, [plain[0], np.array([2, 3, EOS])])
     assert tie['greedy_match'] == 1 and not tie['mismatches']
     (near,) = tie['near_ties']
     assert (near['line'], near['position'], near['plain'], near['speculative']) == (1, 1, 2, 3)
     assert near['gap'] == pytest.approx(5e-6, abs=1e-6)
-    wrong = pipeline.agreement(target, sources, plain, [plain[0], np.array([2, 4, EOS])])
+    wrong = agreement.agreement(target, sources, plain, [plain[0], np.array([2, 4, EOS])])
     assert wrong['greedy_match'] == 0.5 and not wrong['near_ties']
     assert wrong['mismatches'][0]['gap'] == pytest.approx(0.1, abs=1e-6)
 
@@ -305,10 +304,11 @@ def test_13_a_block_at_an_offset_of_the_cache_equals_the_full_forward_pass(model
 
     @partial(jax.jit, static_argnums=(1, 2))
     def read(cache, start, end):
-        hidden, cache = model.decode(tokens[:, start:end], jnp.arange(start, end)[None], cache)
-        return model.logits(hidden), cache
+        block = Block(tokens[:, start:end], jnp.arange(start, end)[None])
+        hidden, _, cache = model.decode(block, cache)
+        return model.logits(hidden), model.keep(cache, None, jnp.array([end]))
 
-    _, cache = read(jax.jit(T5.encode, static_argnums=2)(model, inputs, 10), 0, 5)
+    _, cache = read(jax.jit(T5.prefill, static_argnums=2)(model, inputs, 10).cache, 0, 5)
     block, _ = read(cache, 5, 9)
     np.testing.assert_allclose(block, full[:, 5:], atol=1e-4)
     assert np.ptp(np.asarray(full), axis=-1).min() > 1  # logits that say something
@@ -335,11 +335,10 @@ def test_15_float16_is_refused_with_a_hint_at_bfloat16():
 def test_16_the_user_is_told_where_plain_decoding_is_faster():
     """vllm-project/vllm 5000, sgl-project/sglang 4759: gamma 0 is the plain program; a warning below 1."""
     target = chance(4)
-    how = dict(max_new_tokens=12, sampling=GREEDY)
     jax.tree.map(
         np.testing.assert_array_equal,
-        generate(target, None, ALL, KEY, gamma=0, **how),
-        plain_generate(target, ALL, KEY, **how),
+        generate(target, None, ALL, KEY, DecodeConfig(3, 12, GREEDY)),
+        plain_generate(target, ALL, KEY, DecodeConfig(0, 12, GREEDY)),
     )
     assert analysis.best_gamma(0.1, 0.2) == 0 and analysis.best_gamma(0.8, 0.05) == 8
     figures = dict(alpha=0.1, c=0.2, cost_of_rows=1.2, predicted_speedup=0.79, attainable_speedup=0.66)

@@ -36,7 +36,7 @@ _PROBES = {
     """,
     'tpu': """
         figures=figures, seconds=seconds, needs=memory.table(needs), hub_figures=hub_figures,
-        counted=[counted.count, counted.from_cache], line=int(batch.rows[0]), again=pipeline.row_ids(again)[0],
+        counted=[counted.count, counted.from_cache], line=int(batch.rows[0]), again=runs.row_ids(again)[0],
         ids=[one.tolist() for one in results['plain'].ids]
     """,
 }
@@ -44,7 +44,7 @@ _PROBES = {
 _COMPILE_QUICKLY = '--xla_backend_optimization_level=0'
 if jax.__version__.startswith('0.10.'):
     _COMPILE_QUICKLY += ' --xla_cpu_use_fusion_emitters=false'
-_ORDER = 'order = [int(batch.rows[0]) for batch, _, _ in pipeline.batches(job.sources, settings)]\n'
+_ORDER = 'order = [int(batch.rows[0]) for batch, _, _ in runs.batches(job.sources, settings)]\n'
 
 
 def read(name):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spec_jax.drafters.base import Round
 from spec_jax.sampling import GREEDY, SamplingConfig
 from spec_jax.testing import (
     NanAt,
@@ -21,7 +22,7 @@ from spec_jax.testing import (
     next_distributions,
     prompts,
 )
-from spec_jax.types import Context
+from spec_jax.types import Block, Context
 
 V = 4
 MODEL = TableModel.random(jax.random.key(0), V, order=2, num_tables=2)
@@ -31,20 +32,25 @@ EXPECTED = np.stack([MODEL.table[row, [0, *text[:-1]], text] for row, text in en
 
 @jax.jit
 def read(model, cache, tokens, positions):
-    return model.decode(tokens, positions, cache)
+    """The hidden states of a block, and the cache with all of it kept."""
+    hidden, _, cache = model.decode(Block(tokens, positions), cache)
+    return hidden, model.keep(cache, None, positions[:, -1] + 1)
 
 
 def block(start, end):
     return jnp.asarray(TEXT[:, start:end]), jnp.broadcast_to(jnp.arange(start, end), (2, end - start))
 
 
-def cache_of(num_tokens, slots=9):
-    cache = MODEL.encode(prompts([0, 1]), slots)
-    return read(MODEL, cache, *block(0, num_tokens))[1]
+def empty(model=MODEL):
+    return model.prefill(prompts([0, 1]), 9).cache
+
+
+def cache_of(num_tokens):
+    return read(MODEL, empty(), *block(0, num_tokens))[1]
 
 
 def test_tokens_read_at_once_or_in_blocks_look_up_the_same_rows():
-    cache = MODEL.encode(prompts([0, 1]), 9)
+    cache = empty()
     for start, end in (0, 1), (1, 4), (4, 6):
         hidden, cache = read(MODEL, cache, *block(start, end))
         np.testing.assert_array_equal(hidden, EXPECTED[:, start:end])
@@ -52,9 +58,10 @@ def test_tokens_read_at_once_or_in_blocks_look_up_the_same_rows():
 
 
 def test_a_filler_is_invisible():
-    cache = MODEL.encode(prompts([0, 1]), 9)
+    cache = empty()
     tokens, positions = block(0, 3)
     tokens = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=3)
+    cache = MODEL.keep(cache, None, jnp.array([-1, -1]))
     hidden, cache = read(MODEL, cache, tokens, jnp.pad(positions, ((0, 0), (1, 0)), constant_values=-1))
     np.testing.assert_array_equal(hidden[:, 1:], EXPECTED[:, :3])
     np.testing.assert_array_equal(read(MODEL, cache, *block(3, 6))[0], EXPECTED[:, 3:])
@@ -63,13 +70,13 @@ def test_a_filler_is_invisible():
 def test_rolled_back_tokens_are_forgotten():
     wrong = jnp.full((2, 3), 3), jnp.broadcast_to(jnp.arange(2, 5), (2, 3))
     _, cache = read(MODEL, cache_of(2), *wrong)
-    cache = MODEL.rollback(cache, jnp.array([2, 2]))
+    cache = MODEL.keep(cache, None, jnp.array([2, 2]))
     np.testing.assert_array_equal(read(MODEL, cache, *block(2, 6))[0], EXPECTED[:, 2:])
 
 
 @pytest.mark.parametrize('length', [3, 5], ids=['one short', 'one too long'])
 def test_a_cache_that_is_off_by_one_gives_nan(length):
-    cache = MODEL.rollback(cache_of(6), jnp.array([4, length]))
+    cache = MODEL.keep(cache_of(6), None, jnp.array([4, length]))
     hidden, _ = read(MODEL, cache, *block(4, 5))
     np.testing.assert_array_equal(hidden[0], EXPECTED[0, 4:5])
     assert np.isnan(hidden[1]).all()
@@ -77,7 +84,7 @@ def test_a_cache_that_is_off_by_one_gives_nan(length):
 
 def test_a_stale_token_gives_another_row_of_the_table():
     cache = cache_of(4)
-    stale = cache.own.values[0].at[1, 0, 3, 0].set(0)
+    stale = cache.own.values[0].at[1, 0, 4, 0].set(0)
     hidden, _ = read(MODEL, cache.replace(own=cache.own.replace(values=(stale,))), *block(4, 5))
     np.testing.assert_array_equal(hidden[1, 0], MODEL.table[1, 0, TEXT[1, 4]])
 
@@ -112,7 +119,7 @@ def test_behind_an_eos_there_is_only_padding():
 
 def test_nan_comes_at_its_position_and_only_there():
     model = NanAt(MODEL, jnp.array([2, 99]))
-    hidden, _ = read(model, model.encode(prompts([0, 1]), 9), *block(0, 6))
+    hidden, _ = read(model, empty(model), *block(0, 6))
     np.testing.assert_array_equal(np.isnan(hidden).all(-1), [[0, 0, 1, 0, 0, 0], [0] * 6])
     np.testing.assert_array_equal(np.isnan(hidden).any(-1), [[0, 0, 1, 0, 0, 0], [0] * 6])
 
@@ -121,9 +128,9 @@ def test_traces_are_counted_and_runs_are_not():
     counter = TraceCounter()
     for seed in range(3):
         model = Traced(TableModel.random(jax.random.key(seed), V, order=2, num_tables=2), counter)
-        read(model, model.encode(prompts([0, 1]), 9), *block(0, 2))
+        read(model, empty(model), *block(0, 2))
     assert counter.count == 1
-    read(model, model.encode(prompts([0, 1]), 9), *block(0, 3))
+    read(model, empty(model), *block(0, 3))
     assert counter.count == 2
 
 
@@ -131,13 +138,14 @@ def test_a_script_is_proposed_from_the_texts_place_on():
     tokens = jnp.array([[1, 2, 3], [3, 2, 1]])
     probs = jnp.arange(24.0).reshape(2, 3, 4)
     drafter = ScriptedDrafter(tokens, probs, jnp.array([[2, 0, 9], [1, 1, 1]]))
-    state = drafter.init(prompts([0, 1, 2]), 9)
-    context = Context(jnp.zeros((3, 9), jnp.int32), jnp.array([1, 2, 3]))
-    draft, _ = drafter.propose(state, context, None, 2, GREEDY, V)
+    state = drafter.init(None, None, prompts([0, 1, 2]), 9)
+    context = Context(jnp.zeros((3, 9), jnp.int32), jnp.ones(3, jnp.int32), jnp.array([1, 2, 3]))
+    round = Round(context, None, 2, GREEDY, V)
+    draft, _ = drafter.propose(state, round)
     np.testing.assert_array_equal(draft.tokens, [[1, 2], [2, 1], [3, 3]])
     np.testing.assert_array_equal(draft.length, [2, 1, 2])
     np.testing.assert_array_equal(draft.probs[1], probs[1, 1:3])
-    bare, _ = ScriptedDrafter(tokens).propose(state, context, None, 2, GREEDY, V)
+    bare, _ = ScriptedDrafter(tokens).propose(state, round)
     np.testing.assert_array_equal(bare.length, [2, 2, 2])
     assert bare.probs is None
 

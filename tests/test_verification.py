@@ -14,10 +14,10 @@ from spec_jax.sampling import GREEDY, SamplingConfig, likeliest, logits_to_probs
 from spec_jax.testing import chi_square, complete, enumerate_round, joint
 from spec_jax.types import Draft
 from spec_jax.verification import (
+    LenientRule,
+    Scores,
+    TokenRule,
     acceptance_probability,
-    draw_next,
-    greedy_overlap,
-    lenient_bound,
     overlap,
     residual_distribution,
     verify_chain,
@@ -272,7 +272,10 @@ def test_a_row_is_verified_alike_alone_and_in_any_batch():
 
     def assert_alike(rows):
         picked = verify(p[rows], jax.tree.map(lambda x: x[rows], draft), keys(FEW)[rows])
-        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[rows], y), together, picked)
+        beta = together.beta[rows]
+        np.testing.assert_allclose(beta, picked.beta, rtol=1e-6)  # a sum, whose order may vary
+        expected = jax.tree.map(lambda x: x[rows], together).replace(beta=picked.beta)
+        jax.tree.map(np.testing.assert_array_equal, expected, picked)
 
     assert_alike(np.random.default_rng(0).permutation(FEW))
     assert_alike(np.array([5]))
@@ -297,7 +300,7 @@ def test_lenience_by_hand_and_no_token_is_likelier_than_p_over_l():
     p, q, lenience = np.array([0.5, 0.3, 0.2], np.float32), np.array([0.1, 0.2, 0.7], np.float32), 0.5
     tokens, probs = np.asarray(draw(keys(FEW, 1), np.tile(q, (FEW, 1)))), np.tile(q, (FEW, 1, 1))
     rows = np.tile(p, (FEW, 2, 1))
-    bound = lenient_bound(rows, np.log(rows), CONFIGS[0], lenience)
+    bound = LenientRule(lenience).bound(Scores(np.log(rows), CONFIGS[0]))
     np.testing.assert_allclose(bound[0, 0], [1, 0.6, 0.4], rtol=1e-6)
     verified = verify(rows, Draft(tokens[:, None], probs, np.ones(FEW, np.int32)), keys(FEW, 2), bound)
     first = np.bincount(verified.tokens[:, 0], minlength=3)
@@ -307,12 +310,11 @@ def test_lenience_by_hand_and_no_token_is_likelier_than_p_over_l():
 
 def test_greedy_lenience_passes_what_is_nearly_as_likely_as_the_best():
     logits = np.log(np.array([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]], np.float32))
-    p = logits_to_probs(logits, GREEDY)
-    np.testing.assert_array_equal(lenient_bound(p, logits, GREEDY, 0.5), [[1, 1, 0], [0, 0, 1]])
-    np.testing.assert_array_equal(lenient_bound(p, logits, GREEDY, 0.1), np.ones((2, 3)))
-    np.testing.assert_array_equal(lenient_bound(p, logits, GREEDY, 1.0), p)
-    limited = SamplingConfig(temperature=0.0, vocab_limit=2)
-    np.testing.assert_array_equal(lenient_bound(p, logits, limited, 0.1)[0], [1, 1, 0])
+    scores, limited = Scores(logits, GREEDY), SamplingConfig(temperature=0.0, vocab_limit=2)
+    np.testing.assert_array_equal(LenientRule(0.5).bound(scores), [[1, 1, 0], [0, 0, 1]])
+    np.testing.assert_array_equal(LenientRule(0.1).bound(scores), np.ones((2, 3)))
+    np.testing.assert_array_equal(LenientRule(0.999).bound(scores), logits_to_probs(logits, GREEDY))
+    np.testing.assert_array_equal(LenientRule(0.1).bound(Scores(logits, limited))[0], [1, 1, 0])
 
 
 @pytest.mark.parametrize('config', CONFIGS, ids=str)
@@ -321,18 +323,18 @@ def test_a_round_without_a_guess_draws_what_the_rule_makes_of_a_draft_of_length_
     random = np.random.default_rng(3)
     logits = random.normal(size=(FEW, GAMMA + 1, V)).astype(np.float32)
     tokens = random.integers(0, V, (FEW, GAMMA)).astype(np.int32)
-    nothing = verify(distributions(logits, config), Draft(tokens, None, np.zeros(FEW, np.int32)), keys(FEW))
-    drawn = jax.jit(draw_next, static_argnums=2)(logits[:, 0], keys(FEW), config)
+    draft = Draft(tokens, None, np.zeros(FEW, np.int32))
+    nothing = verify(distributions(logits, config), draft, keys(FEW))
+    drawn = jax.jit(TokenRule())(Scores(logits[:, :1], config), draft.first(0), keys(FEW))
     assert not nothing.num_accepted.any() and not drawn.num_accepted.any()
     np.testing.assert_array_equal(drawn.tokens, nothing.tokens[:, :1])
     assert len(np.unique(drawn.tokens)) == min(V, config.vocab_limit or V)
 
 
-def test_a_round_without_a_guess_has_no_token_where_the_target_gave_nan():
-    logits = jnp.array([[0.0, 1.0], [0.0, jnp.nan], [jnp.inf, 0.0]])
+def test_scores_without_a_distribution_are_invalid():
+    logits = jnp.array([[0.0, 1.0], [0.0, jnp.nan], [jnp.inf, 0.0], [-jnp.inf, -jnp.inf]])[:, None]
     for config in (GREEDY, SamplingConfig()):
-        drawn = draw_next(logits, keys(3), config)
-        assert (np.asarray(drawn.tokens)[1:] == -1).all() and (np.asarray(drawn.tokens)[0] >= 0).all()
+        np.testing.assert_array_equal(Scores(logits, config).invalid, [False, True, True, True])
 
 
 @pytest.mark.parametrize('sampled', [False, True], ids=['q one-hot', 'q as it comes'])
@@ -347,5 +349,5 @@ def test_the_greedy_rule_is_the_rule_where_p_is_one_hot(sampled):
     np.testing.assert_array_equal(found.num_accepted, expected.num_accepted)
     emitted = np.arange(GAMMA + 1) <= np.asarray(found.num_accepted)[:, None]
     np.testing.assert_array_equal(np.where(emitted, found.tokens, 0), np.where(emitted, expected.tokens, 0))
-    np.testing.assert_array_equal(greedy_overlap(best[:, :-1], draft), overlap(p[:, :-1], draft))
+    np.testing.assert_array_equal(found.beta, overlap(p[:, :-1], draft))
     assert np.bincount(found.num_accepted).min() > 20

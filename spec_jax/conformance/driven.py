@@ -5,45 +5,76 @@ Axes: B rows, G draft length, R rounds.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from spec_jax import cache as kv
 from spec_jax import decoding
-from spec_jax.conformance.tables import GAMMA, LIMIT, SAMPLED, V
-from spec_jax.drafters.base import Drafter
-from spec_jax.models.base import Model, read_block
-from spec_jax.types import Context, Draft, Inputs, SpecState, Verification
+from spec_jax.conformance.tables import CONFIG, GAMMA, V, endless
+from spec_jax.decoding import DecodeConfig
+from spec_jax.drafters.base import Drafter, DraftShape, Outcome, Round
+from spec_jax.models.base import Model
+from spec_jax.types import Draft, Inputs, Prefill, SpecState, Verification
+from spec_jax.verification import Scores, chain_verification
 
 
-@partial(jax.jit, static_argnames='gamma')
-def _begin(target, drafter, inputs, keys, *, gamma) -> SpecState:
-    return decoding.prefill(target, drafter, inputs, keys, gamma=gamma, max_new_tokens=LIMIT)
+@dataclasses.dataclass(frozen=True)
+class WrittenRule:
+    """Of row b's draft the first accept[b] tokens pass, and extra[b] follows them; to be made within a program."""
+
+    accept: Array
+    extra: Array
+    name = 'written down'
+    lossy = True
+
+    def __call__(self, scores: Scores, draft: Draft, keys: Array) -> Verification:
+        accepted = jnp.minimum(self.accept, draft.length)
+        beta = jnp.zeros(draft.tokens.shape, jnp.float32)
+        return chain_verification(draft, accepted, self.extra[:, None], beta)
 
 
-@partial(jax.jit, static_argnames=('gamma', 'sampling'))
-def _round(target, drafter, state, accept, extra, *, gamma, sampling) -> tuple[Draft, SpecState]:
-    """Of row b's draft the first accept[b] tokens are said to pass, and extra[b] to follow them."""
-    context = state.context
-    keys = jax.vmap(lambda key: jax.random.fold_in(key, state.round))(state.keys)
-    draft, draft_state = drafter.propose(state.draft_state, context, keys, gamma, sampling, target.vocab_size)
-    hidden, target_cache = read_block(target, state.target_cache, context, draft.tokens)
+@flax.struct.dataclass
+class Watched:
+    """Hands everything on to a drafter, and leaves a round's proposal in the state that comes out of it."""
 
-    accepted = jnp.minimum(accept, draft.length)
-    drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
-    tokens = jnp.where(jnp.arange(gamma + 1) < accepted[:, None], drafted, extra[:, None])
-    context = Context(kv.write(context.tokens, tokens, context.length, axis=1), context.length + accepted + 1)
-    state = state.replace(
-        context=context,
-        round=state.round + 1,
-        target_cache=target.rollback(target_cache, context.length - 1),
-        draft_state=drafter.update(draft_state, context, Verification(accepted, tokens), hidden),
-    )
-    return draft, state
+    drafter: Drafter
+
+    def shape(self, gamma: int) -> DraftShape:
+        return dataclasses.replace(self.drafter.shape(gamma), may_be_empty=False)
+
+    def init(self, target: Model, prefill: Prefill, inputs: Inputs, num_slots: int) -> Any:
+        return self.drafter.init(target, prefill, inputs, num_slots)
+
+    def propose(self, state: Any, round: Round) -> tuple[Draft, tuple[Any, Draft]]:
+        draft, state = self.drafter.propose(state, round)
+        return draft, (state, draft)
+
+    def update(self, state: tuple[Any, Draft], outcome: Outcome) -> tuple[Any, Draft]:
+        return self.drafter.update(state[0], outcome), state[1]
+
+
+def watched_step(
+    target: Model, drafter: Drafter, state: SpecState, *, config: DecodeConfig
+) -> tuple[Draft, SpecState]:
+    """`decoding.speculative_step`, and what was proposed in it."""
+    state = decoding.speculative_step(target, Watched(drafter), state, config=config)
+    draft_state, draft = state.draft_state
+    return draft, state.replace(draft_state=draft_state)
+
+
+_start = partial(jax.jit, static_argnames='config')(decoding.start)
+
+
+@partial(jax.jit, static_argnames='config')
+def _round(target, drafter, state, accept, extra, *, config) -> tuple[Draft, SpecState]:
+    config = dataclasses.replace(config, rule=WrittenRule(accept, extra))
+    return watched_step(target, drafter, state, config=config)
 
 
 def drive(
@@ -54,24 +85,24 @@ def drive(
     accept: np.ndarray,
     extra: np.ndarray,
     *,
-    gamma=GAMMA,
-    sampling=SAMPLED,
+    config: DecodeConfig = CONFIG,
 ) -> list[Draft]:
     """The draft of each of R rounds, in NumPy.
 
     Args:
-      target: gives the hidden states.
+      target: gives the hidden states; its EOS ends no text here.
       drafter: in question.
       inputs: of B rows.
       keys: [B].
-      accept: [R, B] int32, how many draft tokens pass; no more than are meant do.
+      accept: [R, B] int32, how many draft tokens pass; no more than are valid do.
       extra: [R, B] int32, the token that follows them.
-      gamma: G.
-      sampling: handed to the draft.
+      config: gamma, and a sampling that is handed to the draft.
     """
-    state, drafts = _begin(target, drafter, inputs, keys, gamma=gamma), []
+    config = dataclasses.replace(config, max_new_tokens=len(accept) * (config.gamma + 1) + 1)
+    target = endless(target)
+    state, drafts = _start(target, drafter, inputs, keys, config=config), []
     for verdict in zip(accept, extra, strict=True):
-        draft, state = _round(target, drafter, state, *verdict, gamma=gamma, sampling=sampling)
+        draft, state = _round(target, drafter, state, *verdict, config=config)
         drafts.append(jax.tree.map(np.asarray, draft))
     return drafts
 

@@ -27,7 +27,9 @@ from spec_jax.conformance.tables import (
     table_probs,
     table_target,
 )
+from spec_jax.decoding import DecodeConfig
 from spec_jax.exactness import statistics
+from spec_jax.measure.scoring import cumulative_place
 from spec_jax.sampling import GREEDY, SamplingConfig, row_keys
 from spec_jax.testing import TableModel, chi_square, complete, enumerate_round, joint
 from spec_jax.types import Draft
@@ -63,9 +65,9 @@ def shapes(make: Make) -> str:
 
 def _trace(target, drafter, gamma, sampling) -> None:
     """Raises where the loop could not be compiled, or its carry would change."""
-    how = dict(gamma=gamma, max_new_tokens=LIMIT)
-    before = jax.eval_shape(partial(decoding.prefill, target, drafter, **how), *rows(8))
-    step = partial(decoding.speculative_step, target, drafter, sampling=sampling, **how)
+    config = DecodeConfig(gamma, LIMIT, sampling)
+    before = jax.eval_shape(partial(decoding.start, target, drafter, config=config), *rows(8))
+    step = partial(decoding.speculative_step, target, drafter, config=config)
     after = jax.eval_shape(step, before)  # ValueError at a draft of wrong shapes
     kinds = [jax.tree.map(lambda x: f'{x.dtype}{[*x.shape]}', state.draft_state) for state in (before, after)]
     if kinds[0] != kinds[1]:
@@ -77,20 +79,20 @@ def _sound(draft: Draft, where: str) -> None:
     gamma = draft.tokens.shape[1]
     if not ((draft.length >= 0) & (draft.length <= gamma)).all():
         raise Fault(f'{where}: expected Draft.length from 0 to {gamma}, got {_some(draft.length)}')
-    meant = np.arange(gamma) < draft.length[:, None]
-    outside = meant & ((draft.tokens < 0) | (draft.tokens >= V))
+    valid = np.arange(gamma) < draft.length[:, None]
+    outside = valid & ((draft.tokens < 0) | (draft.tokens >= V))
     if outside.any():
         raise Fault(
             f'{where}: expected tokens of the vocabulary, 0 to {V - 1}, got {_some(draft.tokens[outside])}'
         )
     if draft.probs is None:
         return
-    sums = draft.probs.sum(-1)[meant]
+    sums = draft.probs.sum(-1)[valid]
     wrong = ~(np.abs(sums - 1) <= _SUM)  # so NaN is wrong
     if wrong.any():
         raise Fault(f'{where}: expected probabilities that sum to 1, got sums of {_some(sums[wrong])}')
-    if (draft.probs[meant] < 0).any():
-        raise Fault(f'{where}: expected probabilities >= 0, got {draft.probs[meant].min():.3g}')
+    if (draft.probs[valid] < 0).any():
+        raise Fault(f'{where}: expected probabilities >= 0, got {draft.probs[valid].min():.3g}')
 
 
 def _some(values: np.ndarray) -> str:
@@ -111,8 +113,8 @@ def _proposals(make: Make) -> tuple[TableModel, list[tuple[np.ndarray, Draft]]]:
     prompt, first, second = (row // SMALL_V**i % SMALL_V for i in range(3))
     extra = np.stack([first, second, second]).astype(np.int32)  # what the draft says is never accepted
     inputs, keys = prompts(prompt, SMALL_V), row_keys(jax.random.key(2), row)
-    how = dict(gamma=SMALL_GAMMA, sampling=_SHARP)
-    drafts = drive(target, make(target), inputs, keys, np.zeros_like(extra), extra, **how)
+    config = DecodeConfig(SMALL_GAMMA, LIMIT, _SHARP)
+    drafts = drive(target, make(target), inputs, keys, np.zeros_like(extra), extra, config=config)
     start = np.full_like(row, target.start_id)
     contexts = (prompt, start, start), (prompt, start, first), (prompt, first, second)
     return target, [
@@ -180,15 +182,15 @@ def _of_single_tokens(draft: Draft, table: np.ndarray, text: np.ndarray) -> floa
     passed = np.minimum(p, q)
     rejected = (q - passed).sum(-1, keepdims=True)
     emitted = passed + rejected * np.asarray(residual_distribution(jnp.asarray(p), jnp.asarray(q)))
-    meant = np.arange(SMALL_GAMMA) < draft.length[:, None]
-    return float(np.abs(emitted - p)[meant].max(initial=0))
+    valid = np.arange(SMALL_GAMMA) < draft.length[:, None]
+    return float(np.abs(emitted - p)[valid].max(initial=0))
 
 
 @checked
 def tokens_follow_q(make: Make) -> str:
     """Each token, given those before it, is drawn from the q that is reported for it.
 
-    By `statistics.cumulative_place`: under the q reported, the places of a draft's tokens are uniform, and
+    By `scoring.cumulative_place`: under the q reported, the places of a draft's tokens are uniform, and
     independent of each other, whatever q is; their cells are counted together.
     """
     _, proposals = _proposals(make)
@@ -196,16 +198,16 @@ def tokens_follow_q(make: Make) -> str:
         return 'deterministic: q is one-hot by definition, and there is nothing else that it could be'
     random, counts = np.random.default_rng(3), np.zeros((_BINS,) * SMALL_GAMMA)
     for contexts, draft in proposals:
-        below, mass = map(np.asarray, statistics.cumulative_place(draft.probs, draft.tokens))
-        meant = np.arange(SMALL_GAMMA) < draft.length[:, None]
-        if (impossible := meant & ~(mass > 0)).any():
+        below, mass = map(np.asarray, cumulative_place(draft.probs, draft.tokens))
+        valid = np.arange(SMALL_GAMMA) < draft.length[:, None]
+        if (impossible := valid & ~(mass > 0)).any():
             row, i = np.argwhere(impossible)[0]
             raise Fault(
                 f'token {draft.tokens[row, i]} was proposed behind {contexts[row, 1:].tolist()}, and its q is '
                 f'{mass[row, i]:g}: expected Draft.probs to be the array that each token was drawn from'
             )
         even = random.random(mass.shape)
-        place = np.where(meant, below + even * mass, even)
+        place = np.where(valid, below + even * mass, even)
         np.add.at(counts, tuple(np.clip(place.T * _BINS, 0, _BINS - 1).astype(int)), 1)
     samples = int(counts.sum())
     p_value = chi_square(counts, np.full(counts.shape, 1 / counts.size))

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from spec_jax import decoding
+from spec_jax.conformance.driven import watched_step
 from spec_jax.conformance.results import Fault, Make, checked
 from spec_jax.conformance.tables import (
+    CONFIG,
     EOS,
     GAMMA,
     LIMIT,
@@ -35,39 +37,23 @@ from spec_jax.types import Draft, Output
 _COUNTS = 'rounds', 'tested', 'accepted', 'emitted'
 
 
-@flax.struct.dataclass
-class _Watched:
-    """Hands everything on to a drafter, and leaves a round's proposal in the state that comes out of it."""
-
-    drafter: Drafter
-
-    def propose(self, state, context, keys, gamma, sampling, vocab_size) -> tuple[Draft, Any]:
-        draft, state = self.drafter.propose(state, context, keys, gamma, sampling, vocab_size)
-        return draft, (state, draft)
-
-    def update(self, state, context, verified, hidden) -> tuple[Any, Draft]:
-        return self.drafter.update(state[0], context, verified, hidden), state[1]
-
-
 @jit
-def _watch(target, drafter, inputs, keys, limit) -> tuple[Output, Draft, Array]:
-    """The loop of `generate`, up to `limit` <= `LIMIT` tokens: an argument, so that one program serves all."""
+def _watch(target, drafter, inputs, keys, limits) -> tuple[Output, Draft, Array]:
+    """The loop of `generate`, up to `limits` [B] <= `LIMIT` tokens: an argument, so that one program serves all."""
 
     def one_round(state, _):
-        how = dict(gamma=GAMMA, max_new_tokens=limit, sampling=SAMPLED)
-        state = decoding.speculative_step(target, _Watched(drafter), state, **how)
-        draft_state, draft = state.draft_state
-        return state.replace(draft_state=draft_state), (draft, state.context.length)
+        draft, state = watched_step(target, drafter, state, config=CONFIG)
+        return state, (draft, state.context.emitted)
 
-    state = decoding.prefill(target, drafter, inputs, keys, gamma=GAMMA, max_new_tokens=LIMIT)
+    state = decoding.start(target, drafter, inputs, keys, limits, config=CONFIG)
     state, (drafts, lengths) = lax.scan(one_round, state, length=LIMIT)
-    output = decoding.finish(state.context, state.failed, state.stats, LIMIT, target.pad_id)
-    return output, drafts, lengths
+    return decoding.finish(target, state, config=CONFIG), drafts, lengths
 
 
 def _watched(target: TableModel, drafter: Drafter, eos: int = EOS, limit: int = LIMIT):
-    """The output, every round's draft [R, B, ...], and the length of the text behind it [R, B]; NumPy."""
-    return jax.tree.map(np.asarray, _watch(ending(target, eos), drafter, *rows(), limit))
+    """The output, every round's draft [R, B, ...], and the length of the output after it [R, B]; NumPy."""
+    limits = jnp.full((ROWS,), limit, jnp.int32)
+    return jax.tree.map(np.asarray, _watch(ending(target, eos), drafter, *rows(), limits))
 
 
 @checked
@@ -81,7 +67,7 @@ def eos_in_every_place(make: Make) -> str:
     for row in range(ROWS):
         text = whole.tokens[row].tolist()
         expected = text[: text.index(EOS) + 1] if EOS in text else text
-        padded = expected + [target.pad_id] * (LIMIT - len(expected))
+        padded = expected + [target.spec.pad_id] * (LIMIT - len(expected))
         if output.tokens[row].tolist() != padded or output.length[row] != len(expected):
             raise Fault(
                 f'row {row}: expected {expected}, up to the first {EOS} of the text without an end; got '
@@ -93,7 +79,7 @@ def eos_in_every_place(make: Make) -> str:
             )
         if EOS in text:
             last = output.stats.rounds[row] - 1
-            place = len(expected) - (lengths[last - 1, row] if last else 1)
+            place = len(expected) - 1 - (lengths[last - 1, row] if last else 0)
             is_draft = place < drafts.length[last, row] and drafts.tokens[last, row, place] == EOS
             (drafted if is_draft else followed)[place] += 1
     return (
@@ -113,8 +99,8 @@ def length_limits(make: Make) -> str:
         output, _, lengths = _watched(target, drafter, eos=-1, limit=limit)
         if not (output.length == output.stats.emitted).all() or not (output.length == limit).all():
             raise Fault(f'limit {limit}: expected {limit} tokens in each row, got {output.length.tolist()}')
-        if lengths.max() > 1 + limit:
-            raise Fault(f'limit {limit}: expected at most {1 + limit} tokens of context, got {lengths.max()}')
+        if lengths.max() > limit:
+            raise Fault(f'limit {limit}: expected at most {limit} tokens in the context, got {lengths.max()}')
         for row in range(ROWS):
             ours, expected = output.tokens[row, :limit].tolist(), whole.tokens[row, :limit].tolist()
             if ours != expected:
@@ -137,7 +123,7 @@ def honest_counts(make: Make) -> str:
             )
         draft = jax.tree.map(lambda array, row=row: array[:, row], drafts)
         text = [target.start_id, target.start_id, *watched.tokens[row].tolist()]
-        for name, expected in _recount(tables[row], text, draft, [1, *lengths[:, row]]).items():
+        for name, expected in _recount(tables[row], text, draft, [0, *lengths[:, row]]).items():
             ours = getattr(output.stats, name)[row]
             if not np.allclose(ours, expected, atol=1e-3):
                 raise Fault(f'row {row}: expected {name} {expected}, by its definition; got {ours}')
@@ -152,7 +138,7 @@ def _recount(table: np.ndarray, text: list[int], draft: Draft, lengths: list[int
       table: [V, V, V], the target's distributions.
       text: two start tokens, then the output.
       draft: of all rounds, [R, G].
-      lengths: R + 1 lengths of the text, its start token included: before the first round, and behind each.
+      lengths: R + 1 lengths of the output: before the first round, and after each.
     """
     counts = dict.fromkeys(_COUNTS, 0) | dict(overlap=0.0, histogram=np.zeros(GAMMA + 1, int))
     for number, (before, after) in enumerate(zip(lengths[:-1], lengths[1:], strict=True)):
@@ -160,7 +146,7 @@ def _recount(table: np.ndarray, text: list[int], draft: Draft, lengths: list[int
             break
         accepted = 0
         for i in range(min(draft.length[number], after - before)):  # what is not emitted was not tested
-            place, token = before + 1 + i, draft.tokens[number, i]
+            place, token = before + 2 + i, draft.tokens[number, i]
             p = table[text[place - 2], text[place - 1]]
             q = np.arange(V) == token if draft.probs is None else draft.probs[number, i]
             counts['tested'] += 1

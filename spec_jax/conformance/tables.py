@@ -5,14 +5,17 @@ Axes: B rows, G draft length, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from spec_jax.decoding import generate
+from spec_jax.decoding import DecodeConfig, generate
 from spec_jax.drafters.base import Drafter
+from spec_jax.models.base import Model, ModelSpec
 from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys
 from spec_jax.testing import ModelWrapper, TableModel
 from spec_jax.types import Inputs, Output
@@ -20,6 +23,7 @@ from spec_jax.types import Inputs, Output
 V, EOS, ROWS, GAMMA, LIMIT = 8, 1, 128, 3, 24  # where each row is looked at
 SMALL_V, SMALL_GAMMA, SAMPLES = 5, 2, 20_000  # where texts are counted: a batch has many of each
 SAMPLED = SamplingConfig()
+CONFIG = DecodeConfig(GAMMA, LIMIT, SAMPLED)
 
 
 @flax.struct.dataclass
@@ -29,8 +33,8 @@ class Ending(ModelWrapper):
     eos: Array
 
     @property
-    def eos_id(self) -> Array:
-        return self.eos
+    def spec(self) -> ModelSpec:
+        return dataclasses.replace(self.model.spec, eos_ids=(self.eos,))
 
 
 def table_target(vocab_size: int) -> TableModel:
@@ -42,6 +46,11 @@ def table_target(vocab_size: int) -> TableModel:
 def ending(target: TableModel, eos: int = EOS) -> Ending:
     """The target with another EOS; -1 for texts that go on to the limit."""
     return Ending(target, jnp.int32(eos))
+
+
+def endless(target: Model) -> Ending:
+    """The target with texts that go on to the limit."""
+    return Ending(target, jnp.int32(-1))
 
 
 def table_probs(target: TableModel, sampling: SamplingConfig) -> np.ndarray:
@@ -70,7 +79,7 @@ def take(tree, index):
 
 def decode(target: Ending, drafter: Drafter, inputs: Inputs, keys: Array, sampling=SAMPLED) -> Output:
     """`generate` at the shared sizes; arrays of NumPy."""
-    output = generate(target, drafter, inputs, keys, gamma=GAMMA, max_new_tokens=LIMIT, sampling=sampling)
+    output = generate(target, drafter, inputs, keys, dataclasses.replace(CONFIG, sampling=sampling))
     return jax.tree.map(np.asarray, output)
 
 

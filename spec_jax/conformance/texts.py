@@ -32,7 +32,7 @@ from spec_jax.conformance.tables import (
     table_target,
     take,
 )
-from spec_jax.decoding import generate
+from spec_jax.decoding import DecodeConfig, generate
 from spec_jax.exactness import statistics
 from spec_jax.sampling import GREEDY
 from spec_jax.testing import chi_square, histogram, joint
@@ -70,10 +70,10 @@ def joint_distribution(make: Make) -> str:
     target = table_target(SMALL_V)
     first = np.arange(SAMPLES) % 2 + 2  # two tables side by side
     drafter, inputs = make(target), prompts(first, SMALL_V)
-    how = dict(gamma=SMALL_GAMMA, max_new_tokens=_TEXT, sampling=SAMPLED)
+    config = DecodeConfig(SMALL_GAMMA, _TEXT, SAMPLED)
     counts = 0
     for seed in range(2):
-        output = generate(target, drafter, inputs, jax.random.key(seed), **how)
+        output = generate(target, drafter, inputs, jax.random.key(seed), config)
         counts += histogram(np.concatenate([first[:, None], output.tokens], axis=1), SMALL_V)
     probs = np.zeros(counts.shape)  # [V] * (1 + texts)
     for table in np.unique(first):
@@ -98,8 +98,8 @@ def joint_distribution(make: Make) -> str:
 # --- rows and their neighbours ------------------------------------------------------------------------------
 
 
-def _meant(draft: Draft) -> Draft:
-    """With zeros for what stands behind `length`, which has no meaning."""
+def _valid(draft: Draft) -> Draft:
+    """With zeros from `length` on, where nothing is valid."""
     inside = np.arange(draft.tokens.shape[1]) < draft.length[:, None]
     probs = None if draft.probs is None else np.where(inside[..., None], draft.probs, 0)
     return Draft(np.where(inside, draft.tokens, 0), probs, draft.length)
@@ -116,7 +116,7 @@ def uneven_batches(make: Make) -> str:
         accept, extra = (part[:, [row]] for part in script)
         alone = drive(target, drafter, *take((inputs, keys), [row]), accept, extra)
         for number, (ours, theirs) in enumerate(zip(alone, together, strict=True)):
-            if not _same(_meant(ours), _meant(take(theirs, [row]))):
+            if not _same(_valid(ours), _valid(take(theirs, [row]))):
                 raise Fault(
                     f'row {row}, which accepts {accept[:, 0].tolist()} tokens, proposes in round {number} '
                     f'{ours.tokens[0].tolist()} alone, {theirs.tokens[row].tolist()} in a batch, or differs in q'

@@ -3,63 +3,120 @@
 A drafter is a pytree, as a model is: arrays are leaves and enter `jax.jit` as arguments, all else is
 static. Its methods are pure and are traced once. Any class with these members will do.
 
-Axes: B rows, G draft length, N length of the token buffer, S source length, V vocabulary, D model width.
+Axes: B rows, G draft depth, N nodes of a draft, V vocabulary, D model width, F feature width.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Protocol
 
+import flax.struct
 import jax
+import jax.numpy as jnp
 from jax import Array
 
+from spec_jax.models.base import Model
 from spec_jax.sampling import SamplingConfig, likeliest, logits_to_probs, sample
-from spec_jax.types import Context, Draft, Inputs, Verification
+from spec_jax.types import Context, Draft, Inputs, Prefill, Verification
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftShape:
+    """What is static in a drafter's proposals.
+
+    Attributes:
+      nodes: N, tokens of a draft.
+      depth: G, most of them that can be accepted in one round.
+      deterministic: whether `Draft.probs` is None at any temperature.
+      may_be_empty: whether `Draft.length` can be less than N; a call over fewer rows is worth having then.
+    """
+
+    nodes: int
+    depth: int
+    deterministic: bool = False
+    may_be_empty: bool = True
+
+
+@flax.struct.dataclass
+class Round:
+    """What a drafter is told before a round.
+
+    Attributes:
+      context: the text so far.
+      keys: [B] PRNG keys of this round.
+      gamma: G asked for, at least 1.
+      sampling: the target's; a draft that samples passes its logits through the same `logits_to_probs`.
+      vocab_size: V of the target, the width of `Draft.probs`.
+    """
+
+    context: Context
+    keys: Array
+    gamma: int = flax.struct.field(pytree_node=False)
+    sampling: SamplingConfig = flax.struct.field(pytree_node=False)
+    vocab_size: int = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class Outcome:
+    """What a drafter is told after a round.
+
+    Attributes:
+      context: the text with this round's tokens.
+      verification: the verdict.
+      hidden: [B, N + 1, D], the target's hidden states at the newest token and at each node.
+      features: [B, N + 1, F], likewise, where the target's `spec.feature_layers` names any; else None.
+    """
+
+    context: Context
+    verification: Verification
+    hidden: Array
+    features: Array | None = None
 
 
 class Drafter(Protocol):
-    """Guesses the target's next tokens.
+    """Guesses the target's next tokens."""
 
-    A class may have `always_guesses = True`, which says that `Draft.length` is never 0; the loop then has no way
-    round the call over G + 1 rows.
-    """
-
-    def init(self, inputs: Inputs, num_slots: int) -> Any:
-        """The drafter's state for a batch of prompts; `num_slots` tokens a row will pass, drafts included."""
+    def shape(self, gamma: int) -> DraftShape:
+        """The shape of the proposals for a draft depth of gamma."""
         ...
 
-    def propose(
-        self, state: Any, context: Context, keys: Array, gamma: int, sampling: SamplingConfig, vocab_size: int
-    ) -> tuple[Draft, Any]:
-        """Guesses the `gamma` tokens that follow the context.
+    def init(self, target: Model, prefill: Prefill, inputs: Inputs, num_slots: int) -> Any:
+        """The state for a batch of prompts; `target` is as prefilled, `num_slots` as of `Model.prefill`."""
+        ...
 
-        Args:
-          state: from `init` or `update`.
-          context: the text so far.
-          keys: [B] PRNG keys for this round.
-          gamma: G, at least 1.
-          sampling: the target's; a draft that samples passes its logits through the same `logits_to_probs`.
-          vocab_size: V of the target, the width of `Draft.probs`.
+    def propose(self, state: Any, round: Round) -> tuple[Draft, Any]:
+        """Guesses what follows the context; the state is then the one that `update` gets.
 
-        Returns:
-          The draft and the state that `update` gets.
+        The law of `Draft.length` holds: how many tokens are valid must not depend on a token that is withheld.
         """
         ...
 
-    def update(self, state: Any, context: Context, verified: Verification, hidden: Array) -> Any:
-        """Takes note of what became of the draft.
-
-        Args:
-          state: from `propose`.
-          context: the text with this round's tokens.
-          verified: the verdict.
-          hidden: [B, G + 1, D], the target's hidden states at the newest token and at each draft token.
-        """
+    def update(self, state: Any, outcome: Outcome) -> Any:
+        """The state for the next round."""
         ...
+
+
+@flax.struct.dataclass
+class NoDrafter:
+    """Guesses nothing: plain decoding."""
+
+    def shape(self, gamma: int) -> DraftShape:
+        return DraftShape(nodes=0, depth=0, deterministic=True, may_be_empty=False)
+
+    def init(self, target: Model, prefill: Prefill, inputs: Inputs, num_slots: int) -> tuple:
+        return ()
+
+    def propose(self, state: tuple, round: Round) -> tuple[Draft, tuple]:
+        batch = len(round.context.length)
+        return Draft(jnp.zeros((batch, 0), jnp.int32), None, jnp.zeros((batch,), jnp.int32)), state
+
+    def update(self, state: tuple, outcome: Outcome) -> tuple:
+        return state
 
 
 def draw(keys: Array, logits: Array, sampling: SamplingConfig) -> tuple[Array, Array | None]:
-    """A token for each row, and what it was drawn from.
+    """Draws one token a row.
 
     Args:
       keys: [B] PRNG keys.
@@ -67,8 +124,8 @@ def draw(keys: Array, logits: Array, sampling: SamplingConfig) -> tuple[Array, A
       sampling: the target's.
 
     Returns:
-      tokens [B] int32, and q [B, V], or None where greedy (one-hot, which the loop need not be told). A greedy
-      token is -1 where the logits have no highest.
+      tokens [B] int32, and q [B, V] that they were drawn from; None where greedy (one-hot). A greedy token is -1
+      where the logits have no highest.
     """
     with jax.named_scope('draw'):
         if sampling.temperature == 0:

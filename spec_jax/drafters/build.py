@@ -13,15 +13,15 @@ from ml_collections import ConfigDict
 
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.model import ModelDrafter, check_vocabularies
-from spec_jax.drafters.ngram import load_ngram
+from spec_jax.drafters.ngram import NgramDrafter, load_ngram
 from spec_jax.drafters.prompt_lookup import PromptLookup
 from spec_jax.drafters.thrifty import Thrifty
 from spec_jax.models.base import Model
 from spec_jax.models.load import load_model
-from spec_jax.runtime.backend import fewest_rows, rows_toll
+from spec_jax.runtime.backend import row_cost
 from spec_jax.text.tokenizers import load_tokenizer, pieces
 
-_MEMBERS = 'init', 'propose', 'update'
+_MEMBERS = 'shape', 'init', 'propose', 'update'
 _FILES = dict(model='path', unigram='counts', bigram='counts', ngram='counts')  # PATH of KIND=PATH
 
 
@@ -75,20 +75,18 @@ def _none(config, target, tokenizer, dtype) -> None:
 
 def _model(config, target, tokenizer, dtype) -> ModelDrafter:
     check_vocabularies(pieces(tokenizer), pieces(load_tokenizer(config.path)))
-    return ModelDrafter(load_model(config.path, dtype), fewest_rows())
+    return ModelDrafter(load_model(config.path, dtype))
 
 
 def _ngram(order: int | None, config, target, tokenizer, dtype) -> Drafter:
     order = config.order if order is None else order
-    return _thrifty(load_ngram(config.counts, order, target.vocab_size, pieces(tokenizer)))
+    drafter = load_ngram(config.counts, order, target.spec.vocab_size, pieces(tokenizer))
+    return Thrifty(drafter, NgramDrafter.confidence) if row_cost(2) else drafter
 
 
 def _prompt_lookup(config, target, tokenizer, dtype) -> Drafter:
-    return _thrifty(PromptLookup(config.max_ngram, config.min_ngram))
-
-
-def _thrifty(drafter: Drafter) -> Drafter:
-    return Thrifty(drafter) if rows_toll(2) else drafter
+    drafter = PromptLookup(config.max_ngram, config.min_ngram)
+    return Thrifty(drafter) if row_cost(2) else drafter
 
 
 _BUILDERS: dict[str, Callable[..., Drafter | None]] = {

@@ -1,7 +1,7 @@
 """A small model as the draft, with an encoder and a cache of its own.
 
 The draft's cache lacks the newest token and, after a round in which all of its tokens were accepted, the
-one before it. So each round begins with a call over the last two tokens of the text (`read_window`).
+one before it. So each round begins with a call over the last two tokens of the text.
 
 Axes: B rows, G draft length, W tokens of a window, V vocabulary.
 """
@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spec_jax.drafters.base import draw
-from spec_jax.models.base import Model, last_tokens, read_window
-from spec_jax.sampling import SamplingConfig, split_rows
-from spec_jax.types import Cache, Context, Draft, Inputs, Verification
+from spec_jax.drafters.base import DraftShape, Outcome, Round, draw
+from spec_jax.models.base import Model, next_logits
+from spec_jax.runtime.backend import fewest_rows
+from spec_jax.sampling import split_rows
+from spec_jax.types import Cache, Draft, Inputs, Prefill
 
 
 @flax.struct.dataclass
@@ -25,35 +26,27 @@ class ModelDrafter:
 
     Attributes:
       model: any `models.base.Model` with the target's vocabulary.
-      window: how many of the last tokens a step after the first looks at anew, 1 or 2. One row is the
-        least work; two keep a TPU's matrix unit in use, where a single row costs twice as much as two.
     """
 
-    always_guesses = True
-
     model: Model
-    window: int = flax.struct.field(pytree_node=False, default=1)
 
-    def init(self, inputs: Inputs, num_slots: int) -> Cache:
-        return self.model.encode(inputs, num_slots + 1)
+    def shape(self, gamma: int) -> DraftShape:
+        return DraftShape(nodes=gamma, depth=gamma, may_be_empty=False)
 
-    def propose(
-        self,
-        state: Cache,
-        context: Context,
-        keys: Array,
-        gamma: int,
-        sampling: SamplingConfig,
-        vocab_size: int,
-    ) -> tuple[Draft, Cache]:
-        step_keys = split_rows(keys, gamma)  # [G, B]
+    def init(self, target: Model, prefill: Prefill, inputs: Inputs, num_slots: int) -> Cache:
+        return self.model.prefill(inputs, num_slots).cache
+
+    def propose(self, state: Cache, round: Round) -> tuple[Draft, Cache]:
+        context, gamma = round.context, round.gamma
+        window = fewest_rows(len(context.length))  # of the steps after the first
+        step_keys = split_rows(round.keys, gamma)  # [G, B]
 
         def step(cache, tokens, newest, key):
             """Reads tokens [B, W], the last at position `newest`, and draws the next one."""
-            logits, cache = read_window(self.model, cache, tokens, newest)
-            drawn, probs = draw(key, fit_vocabulary(logits, vocab_size), sampling)
-            tokens = jnp.concatenate([tokens, drawn[:, None]], axis=1)
-            return cache, tokens[:, -self.window :], probs
+            logits, cache = next_logits(self.model, cache, tokens, newest)
+            token, probs = draw(key, fit_vocabulary(logits, round.vocab_size), round.sampling)
+            tokens = jnp.concatenate([tokens, token[:, None]], axis=1)
+            return cache, tokens[:, -window:], probs
 
         def scan_step(carry, key):
             cache, tokens, newest = carry
@@ -61,16 +54,16 @@ class ModelDrafter:
             return (cache, tokens, newest + 1), (tokens[:, -1], probs)
 
         newest = context.length - 1
-        cache, tokens, probs = step(state, last_tokens(context, 2), newest, step_keys[0])
-        drawn = (tokens[:, -1], probs)
+        cache, tokens, probs = step(state, context.last(2), newest, step_keys[0])
+        first = (tokens[:, -1], probs)
         (cache, _, _), rest = lax.scan(scan_step, (cache, tokens, newest + 1), step_keys[1:])
-        drawn, probs = jax.tree.map(
-            lambda one, more: jnp.concatenate([one[None], more]).swapaxes(0, 1), drawn, rest
+        tokens, probs = jax.tree.map(
+            lambda one, more: jnp.concatenate([one[None], more]).swapaxes(0, 1), first, rest
         )
-        return Draft(drawn, probs, jnp.full_like(context.length, gamma)), cache
+        return Draft(tokens, probs, jnp.full_like(context.length, gamma)), cache
 
-    def update(self, state: Cache, context: Context, verified: Verification, hidden: Array) -> Cache:
-        return state  # the next round's first step rolls back to what was accepted
+    def update(self, state: Cache, outcome: Outcome) -> Cache:
+        return state  # the next round's first step keeps what was accepted
 
 
 def fit_vocabulary(logits: Array, vocab_size: int) -> Array:

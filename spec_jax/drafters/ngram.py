@@ -39,11 +39,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from spec_jax.drafters.base import draw
+from spec_jax.drafters.base import DraftShape, Outcome, Round, draw
 from spec_jax.drafters.model import fit_vocabulary
-from spec_jax.models.base import last_tokens
-from spec_jax.sampling import SamplingConfig, split_rows
-from spec_jax.types import Context, Draft, Inputs, Verification
+from spec_jax.models.base import Model
+from spec_jax.sampling import split_rows
+from spec_jax.types import Context, Draft, Inputs, Prefill
 
 FILE_NAME = 'ngram.npz'
 _STATIC = dict(pytree_node=False)
@@ -138,19 +138,15 @@ class NgramDrafter:
         """The tokens of the longest n-gram; 1 for unigrams alone."""
         return len(self.levels) + 1
 
-    def init(self, inputs: Inputs, num_slots: int) -> tuple:
+    def shape(self, gamma: int) -> DraftShape:
+        return DraftShape(nodes=gamma, depth=gamma)
+
+    def init(self, target: Model, prefill: Prefill, inputs: Inputs, num_slots: int) -> tuple:
         return ()
 
-    def propose(
-        self,
-        state: tuple,
-        context: Context,
-        keys: Array,
-        gamma: int,
-        sampling: SamplingConfig,
-        vocab_size: int,
-    ) -> tuple[Draft, tuple]:
-        window = last_tokens(context, self.order - 1)  # [B, order - 1]
+    def propose(self, state: tuple, round: Round) -> tuple[Draft, tuple]:
+        context, sampling, vocab_size = round.context, round.sampling, round.vocab_size
+        window = context.last(self.order - 1)  # [B, order - 1]
         limit = vocab_size if sampling.vocab_limit is None else min(vocab_size, sampling.vocab_limit)
         looked_up = sampling.temperature == 0 and limit >= self.unigram.shape[0]
 
@@ -162,16 +158,16 @@ class NgramDrafter:
                 token, probs = draw(key, logits, sampling)
             return jnp.concatenate([window, token[:, None]], axis=1)[:, 1:], (token, probs)
 
-        step_keys = None if looked_up else split_rows(keys, gamma)  # [G, B]
-        _, drawn = lax.scan(step, window, step_keys, length=gamma)
+        step_keys = None if looked_up else split_rows(round.keys, round.gamma)  # [G, B]
+        _, drawn = lax.scan(step, window, step_keys, length=round.gamma)
         tokens, probs = jax.tree.map(lambda x: x.swapaxes(0, 1), drawn)
-        return Draft(tokens, probs, jnp.full_like(context.length, gamma)), state
+        return Draft(tokens, probs, jnp.full_like(context.length, round.gamma)), state
 
     def confidence(self, state: tuple, context: Context) -> Array:
         """The highest q [B] of the next token; see `thrifty.Thrifty`."""
-        return self.best_after(last_tokens(context, self.order - 1))[1]
+        return self.best_after(context.last(self.order - 1))[1]
 
-    def update(self, state: tuple, context: Context, verified: Verification, hidden: Array) -> tuple:
+    def update(self, state: tuple, outcome: Outcome) -> tuple:
         return state
 
     def best_after(self, context: Array) -> tuple[Array, Array]:

@@ -31,8 +31,10 @@ import flax.struct
 import jax.numpy as jnp
 from jax import Array
 
-from spec_jax.sampling import SamplingConfig, first
-from spec_jax.types import Context, Draft, Inputs, Verification
+from spec_jax.drafters.base import DraftShape, Outcome, Round
+from spec_jax.models.base import Model
+from spec_jax.runtime.selection import first
+from spec_jax.types import Context, Draft, Inputs, Prefill
 
 _NO_TEXT, _NO_SUFFIX = -1, -2  # equal to no token, nor to each other
 
@@ -81,19 +83,15 @@ class PromptLookup:
                 f'max_ngram {self.max_ngram}'
             )
 
-    def init(self, inputs: Inputs, num_slots: int) -> LookupState:
+    def shape(self, gamma: int) -> DraftShape:
+        return DraftShape(nodes=gamma, depth=gamma, deterministic=True)
+
+    def init(self, target: Model, prefill: Prefill, inputs: Inputs, num_slots: int) -> LookupState:
         size = inputs.mask.sum(-1, dtype=jnp.int32)
         return LookupState(inputs.tokens, size, jnp.zeros_like(size), jnp.zeros_like(size, bool))
 
-    def propose(
-        self,
-        state: LookupState,
-        context: Context,
-        keys: Array,
-        gamma: int,
-        sampling: SamplingConfig,
-        vocab_size: int,
-    ) -> tuple[Draft, LookupState]:
+    def propose(self, state: LookupState, round: Round) -> tuple[Draft, LookupState]:
+        context, gamma = round.context, round.gamma
         source, output = state.source, context.tokens.at[:, 0].set(_NO_TEXT)
         length, suffix = context.length[:, None], last_ngram(context, self.max_ngram)
 
@@ -111,15 +109,14 @@ class PromptLookup:
             _behind(source, state.size, in_source, gamma),
             _behind(output, context.length, in_output, gamma),
         )
-        known = (tokens >= 0) & (tokens < vocab_size)  # an encoder may have ids that the decoder lacks
-        meant = jnp.cumprod(known & (n_source + n_output > 0)[:, None], axis=1)  # [B, G]
+        known = (tokens >= 0) & (tokens < round.vocab_size)  # an encoder may have ids that the decoder lacks
+        valid = jnp.cumprod(known & (n_source + n_output > 0)[:, None], axis=1)  # [B, G]
         state = state.replace(cursor=jnp.where(copying, in_source + 1, state.cursor), copying=copying)
-        return Draft(tokens * meant, None, meant.sum(-1, dtype=jnp.int32)), state
+        return Draft(tokens * valid, None, valid.sum(-1, dtype=jnp.int32)), state
 
-    def update(
-        self, state: LookupState, context: Context, verified: Verification, hidden: Array
-    ) -> LookupState:
-        return state.replace(cursor=state.cursor + jnp.where(state.copying, verified.num_accepted, 0))
+    def update(self, state: LookupState, outcome: Outcome) -> LookupState:
+        copied = jnp.where(state.copying, outcome.verification.num_accepted, 0)
+        return state.replace(cursor=state.cursor + copied)
 
     def _search(self, text: Array, size: Array, suffix: Array, liking: Array) -> tuple[Array, Array]:
         """Where the suffix's longest match ends.

@@ -13,18 +13,18 @@ import numpy as np
 
 from spec_jax.drafters.base import Drafter
 from spec_jax.exactness.statistics import Result
-from spec_jax.measure import pipeline
+from spec_jax.measure import agreement, setup
 from spec_jax.models.base import Model
-from spec_jax.text import data
+from spec_jax.text.batches import pad_rows
 from spec_jax.types import Inputs
 
 # Nats between the argmax and what rounding makes of it.
-EPSILON = {'float32': pipeline.NEAR_TIE, 'bfloat16': 0.1}
+EPSILON = {'float32': agreement.NEAR_TIE, 'bfloat16': 0.1}
 
 Progress = Callable[..., Iterable]  # wraps an iterable, as tqdm does; takes desc
 
 
-def silent(iterable, desc):
+def quiet(iterable, desc):
     """The progress that is not shown."""
     return iterable
 
@@ -87,7 +87,7 @@ class Pair:
 
     target: Model
     drafter: Drafter
-    settings: pipeline.Settings
+    settings: setup.Settings
     dtype: str
 
 
@@ -103,10 +103,9 @@ def choose(sources: list[np.ndarray], count: int) -> list[np.ndarray]:
     return [real[place] for place in places]
 
 
-def with_sampling(pair: Pair, temperature: float) -> pipeline.Settings:
+def with_sampling(pair: Pair, temperature: float) -> setup.Settings:
     """The pair's settings at another temperature."""
-    sampling = dataclasses.replace(pair.settings.sampling, temperature=temperature)
-    return dataclasses.replace(pair.settings, sampling=sampling)
+    return pair.settings.sampled(temperature=temperature)
 
 
 def width(sources: list[np.ndarray]) -> int:
@@ -117,6 +116,8 @@ def width(sources: list[np.ndarray]) -> int:
 def to_inputs(rows: list[np.ndarray | None], width: int) -> Inputs:
     """Prompts of one width; None makes a filler row."""
     filler = next(row for row in rows if row is not None)[-1:]
-    tokens, mask = data.pad_rows([filler if row is None else row for row in rows], len(rows), width)
+    tokens, mask = pad_rows(
+        [filler if row is None else row for row in rows], len(rows), width, pad_id=filler[0]
+    )
     mask &= np.array([row is not None for row in rows])[:, None]
     return Inputs(jnp.asarray(tokens), jnp.asarray(mask))

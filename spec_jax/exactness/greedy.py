@@ -13,22 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.analysis import add_stats
+from spec_jax.drafters.base import NoDrafter
 from spec_jax.exactness import audit
 from spec_jax.exactness.checks import (
     EPSILON,
     Check,
     Pair,
     Progress,
-    silent,
+    quiet,
     to_inputs,
     width,
     with_sampling,
 )
-from spec_jax.measure import pipeline
+from spec_jax.measure import agreement, runs
 from spec_jax.models.base import Model
 from spec_jax.sampling import row_keys
-from spec_jax.text import data
-from spec_jax.types import Output, Stats
+from spec_jax.stats import Stats
+from spec_jax.text.batches import pad_rows
+from spec_jax.types import Output
 
 
 @dataclasses.dataclass
@@ -46,34 +48,34 @@ class Greedy:
     agreement: dict[str, Any]
 
 
-def greedy(pair: Pair, sources: list[np.ndarray], progress: Progress = silent) -> Greedy:
+def greedy(pair: Pair, sources: list[np.ndarray], progress: Progress = quiet) -> Greedy:
     """Greedy ids against the plain decoder's, and each token against the target's argmax.
 
     Args:
       sources: int32 [S] each, of some tokens and an EOS.
     """
     settings = with_sampling(pair, temperature=0.0)
-    plain = pipeline.plain_program(pair.target, settings)
-    speculative = pipeline.speculative_program(pair.target, pair.drafter, settings)
+    plain = runs.plain_program(pair.target, settings)
+    speculative = runs.speculative_program(pair.target, pair.drafter, settings)
     run_key = jax.random.key(settings.seed)
     plain_ids, outputs = [], []
     for line, source in enumerate(progress(sources, desc='greedy')):
         inputs, keys = to_inputs([source], width(sources)), row_keys(run_key, [line])
-        plain_ids += pipeline.row_ids(plain(inputs, keys))
+        plain_ids += runs.row_ids(plain(inputs, keys))
         outputs.append(speculative(inputs, keys))
-    alone = [pipeline.row_ids(output)[0] for output in outputs]
+    alone = [runs.row_ids(output)[0] for output in outputs]
 
     order = np.random.default_rng(settings.seed).permutation(len(sources)).tolist()
     order.insert(len(order) // 2, None)  # a filler row amid the others
     inputs = to_inputs([None if line is None else sources[line] for line in order], width(sources))
     output = speculative(inputs, row_keys(run_key, [0 if line is None else line for line in order]))
-    rows = {line: ids for line, ids in zip(order, pipeline.row_ids(output), strict=True)}
+    rows = {line: ids for line, ids in zip(order, runs.row_ids(output), strict=True)}
     together = [rows[line] for line in range(len(sources))]
 
     epsilon = EPSILON[pair.dtype]
     checks, agreements = [], []
     for name, ids in (('one prompt at a time', alone), (f'uneven batch of {len(order)}', together)):
-        agreements.append(pipeline.agreement(pair.target, sources, plain_ids, ids, epsilon))
+        agreements.append(agreement.agreement(pair.target, sources, plain_ids, ids, epsilon))
         checks.append(_identity(f'greedy ids, {name}', ids, agreements[-1], epsilon))
     checks.append(_greedy_counts([*outputs, output], pair.target))
     checks.append(_argmax(pair, sources, settings, [alone, together], epsilon))
@@ -94,7 +96,7 @@ def _identity(tested: str, ids: list[np.ndarray], agreement: dict[str, Any], eps
 
 def _greedy_counts(outputs: list[Output], target: Model) -> Check:
     """Lengths, padding, counts; and a greedy draft passes exactly where min(p, q) is 1."""
-    wrong = sum(int(audit.miscounted(output, target.eos_id, target.pad_id).sum()) for output in outputs)
+    wrong = sum(int(audit.miscounted(output, target.spec).sum()) for output in outputs)
     stats = [jax.tree.map(np.asarray, output.stats) for output in outputs]
     wrong += sum(int((one.accepted != one.overlap).sum()) for one in stats)
     rows = sum(len(one.rounds) for one in stats)
@@ -102,17 +104,17 @@ def _greedy_counts(outputs: list[Output], target: Model) -> Check:
     return Check('loop', tested, f'{rows} rows', f'{wrong} wrong', 'any', wrong == 0)
 
 
-def _argmax(pair: Pair, sources, settings, runs: list[list[np.ndarray]], epsilon: float) -> Check:
+def _argmax(pair: Pair, sources, settings, texts: list[list[np.ndarray]], epsilon: float) -> Check:
     """Each greedy token, re-scored by one-token calls of the target, is its argmax but for rounding."""
-    size = settings.max_new_tokens
+    size = settings.decode.max_new_tokens
     inputs = to_inputs([*sources, None], width(sources))
     keys = row_keys(jax.random.key(0), np.arange(len(sources) + 1))
-    cache = audit.plain_start(pair.target, inputs, keys, max_new_tokens=size).target_cache
+    state = audit.start(pair.target, NoDrafter(), inputs, keys, config=settings.decode)
     gaps = []
-    for ids in runs:
-        tokens, meant = data.pad_rows(ids, len(ids) + 1, size)
-        gap = audit.rescore(pair.target, cache, jnp.asarray(tokens), sampling=settings.sampling)[2]
-        gaps.append(np.asarray(gap)[meant])
+    for ids in texts:
+        tokens, valid = pad_rows(ids, len(ids) + 1, size, pad_id=pair.target.spec.pad_id)
+        gap = audit.rescore(pair.target, state, jnp.asarray(tokens), config=settings.decode).gap
+        gaps.append(np.asarray(gap)[valid])
     gaps = np.concatenate(gaps)
     beyond, ties = int((~(gaps <= epsilon)).sum()), int(((gaps > 0) & (gaps <= epsilon)).sum())
     return Check(

@@ -1,7 +1,6 @@
 """What the accept/resample rule emits, integrated over its random numbers without a remainder.
 
-The rule is `verification.verify_chain` itself, run with keys that hold the numbers to be drawn from them. For a
-given draft each test passes for all uniforms below some bound, and each token comes out for one stretch of
+The rule is called with keys that hold the numbers to be drawn from them. For a given draft each test passes for all uniforms below some bound, and each token comes out for one stretch of
 them; both are found by bisection down to float32's last bit. Bounds and stretches give the probability of
 everything that a round can emit, to within the 2^-23 of JAX's uniforms.
 
@@ -17,18 +16,20 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import define_prng_impl
 
-from spec_jax.exactness.checks import Check, Progress, silent
+from spec_jax.exactness.checks import Check, Progress, quiet
 from spec_jax.sampling import GREEDY, SamplingConfig, logits_to_probs
 from spec_jax.testing import complete, enumerate_round, joint
 from spec_jax.types import Draft
-from spec_jax.verification import acceptance_probability, lenient_bound, verify_chain
+from spec_jax.verification import Rule, Scores, TokenRule, acceptance_probability
 
 VOCAB = 5
+_EXACT = TokenRule()
 _STEPS = 2**23  # of a float32 uniform in [0, 1)
 _COORDINATES = 8
 _TOLERANCE = 1e-6
@@ -40,22 +41,28 @@ _SAMPLINGS = (
 )
 
 
-def closed_form(lenience: float = 1.0, progress: Progress = silent) -> list[Check]:
-    """The rule over a vocabulary of 5, draft lengths to 3, with temperature, top-k, top-p and greedy."""
-    parts = [(gamma, told) for gamma in (1, 2, 3) for told in (True, False)]
-    found = {True: Integral(), False: Integral()}
-    for gamma, told in progress(parts, desc='the rule'):
-        chosen = _SAMPLINGS if gamma < 3 else _SAMPLINGS[:2] if told else _SAMPLINGS[2:]  # 125 texts each
-        chains = [random_chain(seed, gamma, how, lenience) for seed, how in enumerate(chosen)]
-        if not told:
+def closed_form(rule: Rule | None = None, progress: Progress = quiet) -> list[Check]:
+    """A rule over a vocabulary of 5, draft lengths to 3, with temperature, top-k, top-p and greedy.
+
+    Args:
+      rule: `TokenRule` by default. Its name and whether it is lossy do not matter.
+      progress: wraps the list of parts.
+    """
+    rule = TokenRule() if rule is None else rule
+    parts = [(gamma, sampled) for gamma in (1, 2, 3) for sampled in (True, False)]
+    integrals = {True: Integral(), False: Integral()}
+    for gamma, sampled in progress(parts, desc='the rule'):
+        chosen = _SAMPLINGS if gamma < 3 else _SAMPLINGS[:2] if sampled else _SAMPLINGS[2:]  # 125 texts each
+        chains = [random_chain(seed, gamma, sampling) for seed, sampling in enumerate(chosen)]
+        if not sampled:
             chains = [deterministic(chain) for chain in chains]
-        found[told] += integrate(chains, told, lossy=lenience < 1)
-    both = found[True] + found[False]
+        integrals[sampled] += integrate(chains, sampled, rule)
+    both = integrals[True] + integrals[False]
     wrong = both.ends + both.others
     ends = 'p = 0 never passes, p >= q always, and each random number decides one thing'
     return [
-        _deviation('what a round emits; draft that samples', found[True].rules, found[True].emitted),
-        _deviation('what a round emits; q one-hot', found[False].rules, found[False].emitted),
+        _deviation('what a round emits; draft that samples', integrals[True].rules, integrals[True].emitted),
+        _deviation('what a round emits; q one-hot', integrals[False].rules, integrals[False].emitted),
         _deviation('residual, and alpha = sum of min(p, q)', both.rules, max(both.enumerated, both.accepted)),
         Check('rule', ends, f'{both.rules} drafts', f'{wrong} wrong', 'any', wrong == 0),
     ]
@@ -111,12 +118,22 @@ def _point_keys(coordinates):
     return jax.random.wrap_key_data(jnp.concatenate([bits, owner], axis=1), impl=_POINT)
 
 
-@jax.jit
-def _outcome(p, bound, draft, coordinates):
-    """How many drafts pass, and the token behind them: [R, Q] each, at coordinates [R, Q, C]."""
+@flax.struct.dataclass
+class _Given(Scores):
+    """Scores whose `logits` are p already, of whatever sampling."""
+
+    @property
+    def p(self) -> jax.Array:
+        return self.logits
+
+
+@partial(jax.jit, static_argnames='rule')
+def _outcome(p, draft, coordinates, *, rule):
+    """How many drafts pass, and the token after them: [R, Q] each, at coordinates [R, Q, C]."""
     num_rules, num_questions = coordinates.shape[:2]
-    p, bound, draft = jax.tree.map(lambda x: jnp.repeat(x, num_questions, axis=0), (p, bound, draft))
-    verified = verify_chain(p, draft, _point_keys(coordinates.reshape(-1, _COORDINATES)), bound)
+    p, draft = jax.tree.map(lambda x: jnp.repeat(x, num_questions, axis=0), (p, draft))
+    keys = _point_keys(coordinates.reshape(-1, _COORDINATES))
+    verified = rule(_Given(p, SamplingConfig()), draft, keys)
     token = jnp.take_along_axis(verified.tokens, verified.num_accepted[:, None], axis=1)[:, 0]
     return jax.tree.map(lambda x: x.reshape(num_rules, num_questions), (verified.num_accepted, token))
 
@@ -131,15 +148,13 @@ class Chain:
     Attributes:
       p: G + 1 float32 arrays of the target's; the i-th, [V] * (i + 1), depends on all i tokens.
       q: G arrays of the draft's; one-hot where it is deterministic.
-      bound: as p, what drafts are tested against; p itself unless lenient.
     """
 
     p: list[np.ndarray]
     q: list[np.ndarray]
-    bound: list[np.ndarray]
 
 
-def random_chain(seed: int, gamma: int, sampling: SamplingConfig, lenience: float = 1.0) -> Chain:
+def random_chain(seed: int, gamma: int, sampling: SamplingConfig) -> Chain:
     """From normally distributed logits, by the library's own `logits_to_probs`."""
     shapes = [(VOCAB,) * (i + 1) for i in [*range(gamma + 1), *range(gamma)]]
     sizes = [math.prod(shape) // VOCAB for shape in shapes]
@@ -150,10 +165,8 @@ def random_chain(seed: int, gamma: int, sampling: SamplingConfig, lenience: floa
         parts = np.split(np.asarray(flat), np.cumsum(sizes))
         return [part.reshape(shape) for part, shape in zip(parts[:-1], shapes, strict=True)]
 
-    flat = _probs(logits, sampling)
-    probs = arrays(flat)
-    bound = probs if lenience == 1 else arrays(lenient_bound(flat, logits, sampling, lenience))
-    return Chain(probs[: gamma + 1], probs[gamma + 1 :], bound[: gamma + 1])
+    probs = arrays(_probs(logits, sampling))
+    return Chain(probs[: gamma + 1], probs[gamma + 1 :])
 
 
 _probs = partial(jax.jit, static_argnums=1)(logits_to_probs)
@@ -197,21 +210,21 @@ class Integral:
         )
 
 
-def integrate(chains: Sequence[Chain], with_probs: bool, lossy: bool = False, seed: int = 0) -> Integral:
-    """Integrates `verify_chain` over its random numbers, for every draft text of every chain.
+def integrate(chains: Sequence[Chain], with_probs: bool, rule: Rule = _EXACT, seed: int = 0) -> Integral:
+    """Integrates a rule over its random numbers, for every draft text of every chain.
 
     Args:
       chains: of one gamma.
       with_probs: whether `Draft.probs` is given; if not, each q must be one-hot.
-      lossy: whether the chains' `bound` takes p's place.
+      rule: the rule.
       seed: of the points at which the bounds are checked.
     """
     gamma = len(chains[0].q)
     texts = np.array(list(itertools.product(range(VOCAB), repeat=gamma)), np.int32)  # [texts, G]
-    rule = _rules(chains, texts, with_probs, lossy)
-    passing, stretches = _measure(rule)
-    found = Integral(len(rule.tokens), ends=_wrong_ends(rule, passing))
-    found.others = _others(rule, passing, stretches, seed)
+    drafts = _drafts(chains, texts, with_probs, rule)
+    passing, stretches = _measure(drafts)
+    integral = Integral(len(drafts.tokens), ends=_wrong_ends(drafts, passing))
+    integral.others = _others(drafts, passing, stretches, seed)
 
     shape = (len(chains), gamma + 1, len(texts))  # of the rules: chain, draft length, text
     passing = (passing / _STEPS).reshape(*shape, gamma)
@@ -221,71 +234,75 @@ def integrate(chains: Sequence[Chain], with_probs: bool, lossy: bool = False, se
         for length in range(gamma + 1):
             emitted = _emitted(texts, weight, passing[index, length], chances[index, length])[: length + 1]
             expected = joint(chain.p[: length + 1])
-            found.emitted = max(found.emitted, _largest(complete(emitted, chain.p[: length + 1]), expected))
+            integral.emitted = max(
+                integral.emitted, _largest(complete(emitted, chain.p[: length + 1]), expected)
+            )
         listed = complete(enumerate_round(chain.p, chain.q), chain.p)
-        found.enumerated = max(found.enumerated, _largest(listed, expected))
+        integral.enumerated = max(integral.enumerated, _largest(listed, expected))
         share = (weight.ravel() * passing[index, gamma, :, 0]).sum()
         alpha = float(acceptance_probability(jnp.asarray(chain.p[0]), jnp.asarray(chain.q[0])))
-        found.accepted = max(found.accepted, abs(share - alpha))
-    return found
+        integral.accepted = max(integral.accepted, abs(share - alpha))
+    return integral
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rule:
-    """R rules.
+class _Drafts:
+    """R drafts, each under one rule and one way of sampling.
 
     Attributes:
       p: [R, G + 1, V].
       q: [R, G, V].
-      bound: [R, G + 1, V], or None for p.
       tokens: [R, G], the draft.
-      length: [R], how many of them are meant.
-      with_probs: whether the rule is told q.
+      length: [R], how many of them are valid.
+      with_probs: whether the rule is given q.
+      rule: the rule.
     """
 
     p: np.ndarray
     q: np.ndarray
-    bound: np.ndarray | None
     tokens: np.ndarray
     length: np.ndarray
     with_probs: bool
+    rule: Rule
 
     def outcome(self, coordinates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Drafts passed and the token behind them, [R, Q] each, at coordinates [R, Q, C]."""
+        """Drafts passed and the token after them, [R, Q] each, at coordinates [R, Q, C]."""
         draft = Draft(self.tokens, self.q if self.with_probs else None, self.length)
-        return jax.tree.map(np.asarray, _outcome(self.p, self.bound, draft, coordinates))
+        return jax.tree.map(np.asarray, _outcome(self.p, draft, coordinates, rule=self.rule))
 
 
-def _rules(chains: Sequence[Chain], texts: np.ndarray, with_probs: bool, lossy: bool) -> _Rule:
+def _drafts(chains: Sequence[Chain], texts: np.ndarray, with_probs: bool, rule: Rule) -> _Drafts:
     """Every text [texts, G] of every chain at every draft length."""
     gamma = texts.shape[1]
 
-    def behind(arrays):
-        """[texts, len(arrays), V], the distributions behind each beginning of each text."""
+    def following(arrays):
+        """[texts, len(arrays), V], the distributions after each beginning of each text."""
         rows = [array[tuple(texts[:, :i].T)] for i, array in enumerate(arrays)]
         return np.stack([np.broadcast_to(row, (len(texts), VOCAB)) for row in rows], axis=1)
 
     def rows(name):
-        return np.concatenate([np.tile(behind(getattr(chain, name)), (gamma + 1, 1, 1)) for chain in chains])
+        return np.concatenate(
+            [np.tile(following(getattr(chain, name)), (gamma + 1, 1, 1)) for chain in chains]
+        )
 
-    return _Rule(
+    return _Drafts(
         p=rows('p'),
         q=rows('q'),
-        bound=rows('bound') if lossy else None,
         tokens=np.tile(texts, (len(chains) * (gamma + 1), 1)),
         length=np.tile(np.repeat(np.arange(gamma + 1, dtype=np.int32), len(texts)), len(chains)),
         with_probs=with_probs,
+        rule=rule,
     )
 
 
-def _measure(rule: _Rule) -> tuple[np.ndarray, np.ndarray]:
+def _measure(drafts: _Drafts) -> tuple[np.ndarray, np.ndarray]:
     """Bounds and stretches of the uniforms, in steps of 2^-23.
 
     Returns:
       passing [R, G], how many of a test's uniforms pass it, those before it having passed; and
       stretches [R, G + 1, V - 1], how many uniforms give token 0, 0 or 1, ... behind so many passed drafts.
     """
-    num, gamma = rule.tokens.shape
+    num, gamma = drafts.tokens.shape
     tests, ends = np.arange(gamma), [(n, y) for n in range(gamma + 1) for y in range(VOCAB - 1)]
     behind, upto = np.array(ends).T
     at = np.zeros((gamma + len(ends), _COORDINATES), int)  # 0 passes any test that can be passed
@@ -298,28 +315,28 @@ def _measure(rule: _Rule) -> tuple[np.ndarray, np.ndarray]:
         trial = below + (1 << bit)
         coordinates = np.broadcast_to(at, (num, *at.shape)).copy()
         coordinates[:, np.arange(len(at)), varied] = np.minimum(trial, _STEPS) - 1
-        accepted, token = rule.outcome(coordinates)
+        accepted, token = drafts.outcome(coordinates)
         holds = np.concatenate([accepted[:, :gamma] > tests, token[:, gamma:] <= upto], axis=1)
         below = np.where(holds & (trial <= _STEPS), trial, below)
     return below[:, :gamma], below[:, gamma:].reshape(num, gamma + 1, VOCAB - 1)
 
 
-def _wrong_ends(rule: _Rule, passing: np.ndarray) -> int:
+def _wrong_ends(drafts: _Drafts, passing: np.ndarray) -> int:
     """How many tests are not sure where they should be: p = 0 never passes, p >= q always, and what is not
-    meant is not accepted."""
+    valid is not accepted."""
 
     def own(probs):
-        return np.take_along_axis(probs, rule.tokens[:, :, None], axis=2)[:, :, 0]
+        return np.take_along_axis(probs, drafts.tokens[:, :, None], axis=2)[:, :, 0]
 
-    gamma = rule.tokens.shape[1]
-    p, q = own(rule.p[:, :gamma]), own(rule.q) if rule.with_probs else 1.0
-    meant = np.arange(gamma) < rule.length[:, None]
+    gamma = drafts.tokens.shape[1]
+    p, q = own(drafts.p[:, :gamma]), own(drafts.q) if drafts.with_probs else 1.0
+    valid = np.arange(gamma) < drafts.length[:, None]
     reached = np.cumprod(np.pad(passing[:, :-1], ((0, 0), (1, 0)), constant_values=1) > 0, axis=1) > 0
-    wrong = np.where(meant & (p > 0), (p >= q) & (passing < _STEPS), passing > 0)
+    wrong = np.where(valid & (p > 0), (p >= q) & (passing < _STEPS), passing > 0)
     return int((wrong & reached).sum())
 
 
-def _others(rule: _Rule, passing: np.ndarray, stretches: np.ndarray, seed: int) -> int:
+def _others(drafts: _Drafts, passing: np.ndarray, stretches: np.ndarray, seed: int) -> int:
     """At how many random points the rule's outcome is not the one that bounds and stretches tell.
 
     None, if each random number decides what it was taken to decide and nothing else.
@@ -327,12 +344,12 @@ def _others(rule: _Rule, passing: np.ndarray, stretches: np.ndarray, seed: int) 
     num, gamma = passing.shape
     shape = (num, gamma + (gamma + 1) * (VOCAB - 1), _COORDINATES)  # that of `_measure`, already compiled
     points = np.random.default_rng(seed).integers(_STEPS, size=shape)
-    accepted, token = rule.outcome(points)
+    accepted, token = drafts.outcome(points)
     passed = points[:, :, 2 * np.arange(gamma)] < passing[:, None]
-    told = np.cumprod(passed, axis=2).sum(2)  # [R, Q]
-    ends = np.take_along_axis(stretches, told[:, :, None], axis=1)  # [R, Q, V - 1]
-    told_token = (points[:, :, _TOKEN, None] >= ends).sum(-1)
-    return int(((accepted != told) | (token != told_token)).sum())
+    expected = np.cumprod(passed, axis=2).sum(2)  # [R, Q]
+    ends = np.take_along_axis(stretches, expected[:, :, None], axis=1)  # [R, Q, V - 1]
+    expected_token = (points[:, :, _TOKEN, None] >= ends).sum(-1)
+    return int(((accepted != expected) | (token != expected_token)).sum())
 
 
 def _emitted(texts, weight, passing, chances) -> list[np.ndarray]:

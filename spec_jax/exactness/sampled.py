@@ -14,20 +14,21 @@ import numpy as np
 from jax import Array
 
 from spec_jax.analysis import add_stats
-from spec_jax.drafters.base import Drafter
+from spec_jax.drafters.base import Drafter, NoDrafter
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.exactness import audit, statistics
-from spec_jax.exactness.checks import Check, Pair, Progress, silent, to_inputs, width, with_sampling
-from spec_jax.measure import pipeline
+from spec_jax.exactness.checks import Check, Pair, Progress, quiet, to_inputs, width, with_sampling
+from spec_jax.failures import SUM_TOLERANCE, Failure
+from spec_jax.measure.setup import Settings
 from spec_jax.models.base import Model
 from spec_jax.sampling import row_keys
-from spec_jax.types import Failure, Inputs, Output, SpecState, Stats
+from spec_jax.stats import Stats
+from spec_jax.types import Inputs, Output, SpecState
 
 _SAME_MODEL = {'float32': 0.999, 'bfloat16': 0.9}  # least alpha of a draft that is the target
 _SAME_ROWS = 16
 _ALONE = 6  # rows
 _SHIFT = 'probability moved:'
-_SUM_TOLERANCE = 1e-3  # the loop's own
 _FLIPS = 0.05  # of the rows may differ, where rounding depends on the place in the batch
 
 
@@ -54,7 +55,7 @@ class Sampled:
     stats: Stats
 
 
-def sampled(pair: Pair, sources: list[np.ndarray], size: Size, progress: Progress = silent) -> Sampled:
+def sampled(pair: Pair, sources: list[np.ndarray], size: Size, progress: Progress = quiet) -> Sampled:
     """Sampled texts against plain ones and the target's own probabilities, and an audit of the draft.
 
     Args:
@@ -133,26 +134,25 @@ class _Sampler:
 
     target: Model
     drafter: audit.Audited
-    settings: pipeline.Settings
+    settings: Settings
     inputs: Inputs
     state: SpecState
     plain_state: SpecState
 
     @classmethod
     def of(cls, pair: Pair, sources: list[np.ndarray], size: Size) -> _Sampler:
-        settings = with_sampling(pair, temperature=pair.settings.sampling.temperature or 1.0)
-        settings = dataclasses.replace(settings, max_new_tokens=size.tokens)
+        settings = with_sampling(pair, temperature=pair.settings.decode.sampling.temperature or 1.0)
+        settings = settings.decoding(max_new_tokens=size.tokens)
         inputs = to_inputs([sources[row % len(sources)] for row in range(size.rows)], width(sources))
-        drafter = audit.Audited(pair.drafter, settings.gamma, size.tokens)
+        drafter = audit.Audited(pair.drafter, settings.decode.gamma, size.tokens)
         keys = row_keys(jax.random.key(0), np.arange(size.rows))
-        limits = dict(gamma=settings.gamma, max_new_tokens=size.tokens)
         return cls(
             target=pair.target,
             drafter=drafter,
             settings=settings,
             inputs=inputs,
-            state=audit.start(pair.target, drafter, inputs, keys, **limits),
-            plain_state=audit.plain_start(pair.target, inputs, keys, max_new_tokens=size.tokens),
+            state=audit.start(pair.target, drafter, inputs, keys, config=settings.decode),
+            plain_state=audit.start(pair.target, NoDrafter(), inputs, keys, config=settings.decode),
         )
 
     def keys(self, number: int) -> Array:
@@ -160,16 +160,12 @@ class _Sampler:
         run = jax.random.fold_in(jax.random.key(self.settings.seed), number)
         return row_keys(run, np.arange(len(self.inputs.tokens)))
 
-    def decode(self, drafter: Drafter, state: SpecState, max_new_tokens: int) -> tuple[Output, Any]:
-        output, draft_state = audit.decode(
-            self.target,
-            drafter,
-            state,
-            gamma=self.settings.gamma,
-            max_new_tokens=max_new_tokens,
-            sampling=self.settings.sampling,
-            lenience=self.settings.lenience,
-        )
+    def start(self, inputs: Inputs, keys: Array) -> SpecState:
+        """Of other prompts."""
+        return audit.start(self.target, self.drafter, inputs, keys, config=self.settings.decode)
+
+    def decode(self, drafter: Drafter, state: SpecState) -> tuple[Output, Any]:
+        output, draft_state = audit.decode(self.target, drafter, state, config=self.settings.decode)
         if (np.asarray(output.failed) & Failure.TARGET).any():
             raise FloatingPointError(
                 'expected finite logits from the target, got NaN or inf; check the weights'
@@ -178,27 +174,20 @@ class _Sampler:
 
     def batch(self, number: int) -> _Batch:
         """One speculative and two plain texts a row."""
-        how = dict(max_new_tokens=self.settings.max_new_tokens, sampling=self.settings.sampling)
-        streams = 3 * number + np.arange(3)
-        output, (_, trace, _) = self.decode(
-            self.drafter, self.state.replace(keys=self.keys(streams[0])), how['max_new_tokens']
-        )
+        config, streams = self.settings.decode, 3 * number + np.arange(3)
+        output, (_, trace, _) = self.decode(self.drafter, self.state.replace(keys=self.keys(streams[0])))
         plain = [
-            audit.plain_decode(self.target, self.plain_state.replace(keys=self.keys(stream)), **how).tokens
+            self.decode(NoDrafter(), self.plain_state.replace(keys=self.keys(stream)))[0].tokens
             for stream in streams[1:]
         ]
-        places = audit.rescore(
-            self.target, self.plain_state.target_cache, output.tokens, sampling=how['sampling']
-        )[:2]
-        meant = np.arange(how['max_new_tokens']) < np.asarray(output.length)[:, None]
-        drafted = audit.meant(trace, output.stats)
-        return _Batch(
-            output=output,
-            trace=trace,
-            plain=np.concatenate(plain),
-            token_places=np.stack([np.asarray(part)[meant] for part in places], axis=1),
-            draft_places=np.stack([np.asarray(part)[drafted] for part in (trace.below, trace.mass)], axis=1),
+        scores = audit.rescore(self.target, self.plain_state, output.tokens, config=config)
+        valid = np.arange(config.max_new_tokens) < np.asarray(output.length)[:, None]
+        drafted = audit.proposed(trace, output.stats)
+        token_places, draft_places = (
+            np.stack([np.asarray(part)[kept] for part in (places.below, places.mass)], axis=1)
+            for places, kept in ((scores, valid), (trace, drafted))
         )
+        return _Batch(output, trace, np.concatenate(plain), token_places, draft_places)
 
 
 def _follows_q(places: np.ndarray, seed: int) -> Check:
@@ -215,8 +204,8 @@ def _sound(batches: list[_Batch]) -> Check:
     error, outside, total = 0.0, 0, 0
     for batch in batches:
         # A row that fails stops before its round is counted; what was proposed in it counts here.
-        failed = (np.asarray(batch.output.failed) > 0) & (np.asarray(batch.trace.end) > 0)  # [R, B]
-        drafted = audit.meant(batch.trace, batch.output.stats) | failed[:, :, None]
+        failed = (np.asarray(batch.output.failed) > 0) & (np.asarray(batch.trace.end) >= 0)  # [R, B]
+        drafted = audit.proposed(batch.trace, batch.output.stats) | failed[:, :, None]
         error = max(error, np.abs(np.asarray(batch.trace.total) - 1)[drafted].max(initial=0))
         outside += int(np.asarray(batch.trace.outside)[drafted].sum())
         total += int(drafted.sum())
@@ -225,8 +214,8 @@ def _sound(batches: list[_Batch]) -> Check:
         tested='drafts: q sums to 1, tokens of the vocabulary',
         samples=f'{total} draft tokens',
         found=f'{outside} outside; sums off by {error:.1g}',
-        finds=f'any outside; a sum off by {_SUM_TOLERANCE:g}',
-        passed=bool(error < _SUM_TOLERANCE and not outside),
+        finds=f'any outside; a sum off by {SUM_TOLERANCE:g}',
+        passed=bool(error < SUM_TOLERANCE and not outside),
     )
 
 
@@ -236,14 +225,12 @@ def _independent(sampler: _Sampler, batch: _Batch) -> Check:
     order, kept = np.arange(size)[::-1], np.arange(0, size, 2)
     inputs = jax.tree.map(lambda x: x[order], sampler.inputs)
     inputs = inputs.replace(mask=inputs.mask & (order % 2 == 0)[:, None])
-    limits = dict(gamma=sampler.settings.gamma, max_new_tokens=sampler.settings.max_new_tokens)
-    state = audit.start(sampler.target, sampler.drafter, inputs, sampler.keys(0)[order], **limits)
-    output, _ = sampler.decode(sampler.drafter, state, limits['max_new_tokens'])
+    output, _ = sampler.decode(sampler.drafter, sampler.start(inputs, sampler.keys(0)[order]))
     differ = int(_unlike(batch.output, jax.tree.map(lambda x: x[order], output))[kept].sum())
     alone = np.arange(min(_ALONE, size))
     for row in alone:
         state = sampler.state.replace(keys=sampler.keys(0), done=jnp.arange(size) != row)
-        output, _ = sampler.decode(sampler.drafter, state, limits['max_new_tokens'])
+        output, _ = sampler.decode(sampler.drafter, state)
         differ += int(_unlike(batch.output, output)[row])
     allowed = int(_FLIPS * (len(kept) + len(alone)))
     return Check(
@@ -265,7 +252,7 @@ def _unlike(ours: Output, theirs: Output) -> np.ndarray:
 def _honest(batches: list[_Batch], target: Model) -> Check:
     wrong = rows = 0
     for batch in batches:
-        faulty = audit.miscounted(batch.output, target.eos_id, target.pad_id)
+        faulty = audit.miscounted(batch.output, target.spec)
         faulty |= audit.recounted(batch.trace, batch.output.stats)
         wrong, rows = wrong + int(faulty.sum()), rows + len(faulty)
     tested = 'ends at EOS, padding, counts as traced'
@@ -274,13 +261,15 @@ def _honest(batches: list[_Batch], target: Model) -> Check:
 
 def _same_model(pair: Pair, sampler: _Sampler) -> Check:
     """The target as its own draft: every draft should pass; less is slow, not wrong, and a fault of a cache."""
-    size = 3 * (pair.settings.gamma + 1)
+    size = 3 * (pair.settings.decode.gamma + 1)
     drafter = dataclasses.replace(pair.drafter, model=pair.target)
     rows = slice(0, min(_SAME_ROWS, len(sampler.inputs.tokens)))
     inputs = jax.tree.map(lambda x: x[rows], sampler.inputs)
-    limits = dict(gamma=pair.settings.gamma, max_new_tokens=size)
-    state = audit.start(pair.target, drafter, inputs, sampler.keys(0)[rows], **limits)
-    stats = add_stats([sampler.decode(drafter, state, size)[0].stats])
+    sampler = dataclasses.replace(
+        sampler, drafter=drafter, settings=sampler.settings.decoding(max_new_tokens=size)
+    )
+    state = sampler.start(inputs, sampler.keys(0)[rows])
+    stats = add_stats([sampler.decode(drafter, state)[0].stats])
     alpha, least = float(stats.overlap / stats.tested), _SAME_MODEL[pair.dtype]
     return Check(
         tier='loop',

@@ -12,12 +12,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 import scipy.special
-from jax import Array
-
-from spec_jax.verification import at_token
 
 FAILS_BELOW = 1e-5  # p-value; a right program falls below it once in 100,000 tests
 POWER = 0.9
@@ -55,32 +51,13 @@ def detectable(effective_samples: float, degrees: int) -> float:
     return float(np.sqrt(shift / effective_samples) / 2)
 
 
-def cumulative_place(probs: Array, tokens: Array) -> tuple[Array, Array]:
-    """Where a token stands in its distribution, the tokens laid side by side from the likeliest on.
-
-    A token drawn from `probs` falls at a place that is uniform in [0, 1) once it is drawn from the token's own
-    stretch, [below, below + mass): see `uniform`.
-
-    Args:
-      probs: [..., V].
-      tokens: [...] int.
-
-    Returns:
-      below [...] and mass [...].
-    """
-    mass = at_token(probs, tokens)
-    index = jnp.arange(probs.shape[-1])
-    before = (probs > mass[..., None]) | ((probs == mass[..., None]) & (index < tokens[..., None]))
-    return jnp.where(before, probs, 0.0).sum(-1), mass
-
-
 def uniform(below: np.ndarray, mass: np.ndarray, seed: int) -> Result:
     """Whether tokens follow the distributions that they are said to be drawn from.
 
     The randomised probability integral transform: tokens of different contexts become one uniform sample.
 
     Args:
-      below, mass: [K], of `cumulative_place`.
+      below, mass: [K], of `scoring.cumulative_place`.
       seed: of the place within each token's stretch.
     """
     place = below + np.random.default_rng(seed).random(below.shape) * mass

@@ -23,22 +23,23 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from spec_jax import analysis, verification
-from spec_jax import cache as kv
-from spec_jax.decoding import check_draft, cond_fn, failures, prefill, raise_on_failure
+from spec_jax import analysis
+from spec_jax.decoding import DecodeConfig, propose, round_keys, start, target_call, unfinished
 from spec_jax.drafters.base import Drafter
-from spec_jax.measure import pipeline
-from spec_jax.models.base import Model, read_block
+from spec_jax.failures import failures, raise_on_failure
+from spec_jax.measure import runs
+from spec_jax.measure.scoring import advance_by
+from spec_jax.measure.setup import Settings
+from spec_jax.models.base import Model
 from spec_jax.run.journal import Journal
 from spec_jax.runtime.backend import jit
-from spec_jax.sampling import SamplingConfig, logits_to_probs, split_rows
-from spec_jax.types import Context, Draft, Inputs, SpecState, Verification
-from spec_jax.verification import lenient_bound
+from spec_jax.sampling import SamplingConfig
+from spec_jax.types import Inputs, SpecState
+from spec_jax.verification import LenientRule, Scores, overlap
 
 LENIENCES = (1.0, 0.5, 0.3, 0.1)  # Table 5; 1 is exact, the others are LOSSY
 GAMMAS = (3, 5, 7)  # of Table 2
@@ -81,13 +82,13 @@ def measure(
 
     Args:
       target: the model that wrote the texts.
-      drafter: any drafter; it proposes with gamma = 1 and is told of each token as of a rejected guess.
+      drafter: any drafter; it proposes with gamma = 1 and each guess is said to be rejected.
       inputs: the prompts that the texts answer.
       texts: [B, N] int32, the target's output, as `Output.tokens`.
       length: [B] int32, tokens of each row that count, 0 .. N.
       keys: [B] PRNG keys, for drafters that sample.
       sampling: how logits become p and q; the one that the texts were written with.
-      leniences: each in (0, 1]; 1 is exact, all others LOSSY (`verification.lenient_bound`).
+      leniences: each in (0, 1]; 1 is exact, all others LOSSY (`verification.LenientRule`).
 
     Raises:
       ValueError: for texts or lengths that do not fit, a lenience out of range, or a draft of wrong shapes.
@@ -102,65 +103,57 @@ def measure(
     for lenience in leniences:
         if not 0 < lenience <= 1:
             raise ValueError(f'leniences: expected numbers in (0, 1], got {lenience}; 1 is exact')
-    how = dict(sampling=sampling, leniences=tuple(leniences))
-    return raise_on_failure(_measure(target, drafter, inputs, texts, length, keys, **how))
+    config = DecodeConfig(gamma=1, max_new_tokens=size, sampling=sampling)
+    overlaps = _measure(
+        target, drafter, inputs, texts, length, keys, config=config, leniences=tuple(leniences)
+    )
+    return raise_on_failure(overlaps)
 
 
-@jit(static_argnames=('sampling', 'leniences'))
-def _measure(target, drafter, inputs, texts, length, keys, *, sampling, leniences) -> Overlaps:
-    state = prefill(target, drafter, inputs, keys, gamma=1, max_new_tokens=texts.shape[1])
+@jit(static_argnames=('config', 'leniences'))
+def _measure(target, drafter, inputs, texts, length, keys, *, config, leniences) -> Overlaps:
+    state = start(target, drafter, inputs, keys, config=config)
     state = state.replace(done=state.done | (length == 0))
     zero = jnp.zeros_like(length)
     sums = Overlaps(zero, zero, jnp.zeros((len(length), len(leniences))), zero)
 
     def body_fn(walk):
         state, sums = walk
-        own = texts[:, state.round]  # all unfinished rows stand at the same place
-        return _step(target, drafter, state, sums, own, length, sampling, leniences)
+        place = state.context.emitted[:, None]
+        token = jnp.take_along_axis(texts, place, axis=1, mode='clip')[:, 0]
+        return _step(target, drafter, state, sums, token, length, config, leniences)
 
-    return lax.while_loop(lambda walk: cond_fn(walk[0]), body_fn, (state, sums))[1]
+    return lax.while_loop(lambda walk: unfinished(walk[0]), body_fn, (state, sums))[1]
 
 
-def _step(target, drafter, state, sums, own, length, sampling, leniences) -> tuple[SpecState, Overlaps]:
-    """One place: guess, score the guess in one target call, add up, go on with the target's own token [B]."""
-    context = state.context
-    keys = jax.vmap(lambda key: jax.random.fold_in(key, state.round))(state.keys)
-    draft, draft_state = drafter.propose(
-        state.draft_state, context, split_rows(keys, 2)[0], 1, sampling, target.vocab_size
-    )
-    check_draft(draft, own.shape[0], 1, target.vocab_size)
+def _step(target, drafter, state, sums, token, length, config, leniences) -> tuple[SpecState, Overlaps]:
+    """One place: guess, score the guess in one target call, add up, go on with the target's own token [B].
 
-    hidden, target_cache = read_block(target, state.target_cache, context, draft.tokens)
-    logits = target.logits(hidden)
-    p = logits_to_probs(logits, sampling)  # [B, 2, V]
+    The context is written token by token: a drafter is never shown what the target has yet to say.
+    """
+    draft, draft_state = propose(target, drafter, state, round_keys(state)[0], config=config)
+    logits, hidden, features, cache = target_call(target, state.target_cache, state.context, draft)
+    scores = Scores(logits, config.sampling)
 
-    failed = jnp.where(state.done, 0, failures(jnp.isnan(p[..., 0]).any(-1), draft, p.shape[-1]))
+    failed = jnp.where(state.done, 0, failures(scores.invalid, draft, logits.shape[-1]))
     active = ~state.done & (failed == 0)
     proposed = active & (draft.length > 0)
-    overlap = _overlaps(p[:, :1], logits[:, :1], draft, sampling, leniences)
+    betas = [overlap(_bound(scores, lenience)[:, :1], draft) for lenience in leniences]  # [B, 1] each
     sums = Overlaps(
         tokens=sums.tokens + active,
         proposed=sums.proposed + proposed,
-        overlap=sums.overlap + jnp.where(proposed[:, None], overlap, 0.0),
+        overlap=sums.overlap + jnp.where(proposed[:, None], jnp.concatenate(betas, axis=1), 0.0),
         failed=sums.failed | failed,
     )
-    # Written token by token: a drafter is never shown what the target has yet to say.
-    context = Context(kv.write(context.tokens, own[:, None], context.length, axis=1), context.length + active)
-    verified = Verification(jnp.zeros_like(own), jnp.stack([own, own], axis=1))
-    state = state.replace(
-        context=context,
-        done=~active | (context.length > length),
-        round=state.round + 1,
-        target_cache=target.rollback(target_cache, context.length - 1),
-        draft_state=drafter.update(draft_state, context, verified, hidden),
-    )
-    return state, sums
+    stats = state.stats.replace(rounds=state.stats.rounds + active)
+    state = state.replace(target_cache=cache, draft_state=draft_state, stats=stats)
+    state = advance_by(target, drafter, state, draft, token, active.astype(jnp.int32), hidden, features)
+    return state.replace(done=~active | (state.context.emitted >= length)), sums
 
 
-def _overlaps(p: Array, logits: Array, draft: Draft, sampling: SamplingConfig, leniences) -> Array:
-    """sum min(p / l, q) [B, Z] of p [B, 1, V] with a draft of one token (appendix A.5)."""
-    bounds = [p if one == 1 else lenient_bound(p, logits, sampling, one) for one in leniences]
-    return jnp.concatenate([verification.overlap(bound, draft) for bound in bounds], axis=1)
+def _bound(scores: Scores, lenience: float) -> Array:
+    """What a draft token is tested against, p / lenience [B, 2, V] where sampled (appendix A.5)."""
+    return scores.p if lenience == 1 else LenientRule(lenience).bound(scores)
 
 
 # --- files of texts -----------------------------------------------------------------------------------------
@@ -169,7 +162,7 @@ def _overlaps(p: Array, logits: Array, draft: Draft, sampling: SamplingConfig, l
 def target_texts(
     target: Model,
     sources: list[np.ndarray],
-    settings: pipeline.Settings,
+    settings: Settings,
     num_tokens: int,
     progress=iter,
     journal: Journal | None = None,
@@ -187,12 +180,12 @@ def target_texts(
     Returns:
       int32 ids by line, EOS included; lines without an output are left out.
     """
-    program = pipeline.plain_program(target, settings)
+    program = runs.plain_program(target, settings)
     texts, total, step = {}, 0, settings.batch_size * _BATCHES_AT_ONCE
-    for start in range(0, len(sources), step):
-        some = _only(sources, range(start, start + step))
-        decoded = pipeline.decode_lines(some, settings, program, progress, journal)
-        for line in range(start, min(start + step, len(sources))):
+    for first in range(0, len(sources), step):
+        some = _only(sources, range(first, first + step))
+        decoded = runs.decode_lines(some, settings, program, progress, journal)
+        for line in range(first, min(first + step, len(sources))):
             if 0 < num_tokens <= total:
                 return texts
             if len(decoded.ids[line]):
@@ -206,7 +199,7 @@ def measure_lines(
     drafter: Drafter,
     sources: list[np.ndarray],
     texts: dict[int, np.ndarray],
-    settings: pipeline.Settings,
+    settings: Settings,
     leniences: Sequence[float],
     progress=iter,
     journal: Journal | None = None,
@@ -228,10 +221,10 @@ def measure_lines(
     """
     records = {} if journal is None else journal.records
     due = _only(sources, [line for line in texts if line not in records])
-    for batch, inputs, keys in progress(list(pipeline.batches(due, settings))):
+    for batch, inputs, keys in progress(list(runs.batches(due, settings))):
         lines = [int(line) for line in batch.rows]
         rows = [texts.get(line, np.zeros(0, np.int32)) for line in lines]
-        tokens = np.stack([np.pad(row, (0, settings.max_new_tokens - len(row))) for row in rows])
+        tokens = np.stack([np.pad(row, (0, settings.decode.max_new_tokens - len(row))) for row in rows])
         length = np.array([len(row) for row in rows], np.int32)
         sums = measure(
             target,
@@ -240,7 +233,7 @@ def measure_lines(
             jnp.asarray(tokens),
             jnp.asarray(length),
             keys,
-            sampling=settings.sampling,
+            sampling=settings.decode.sampling,
             leniences=leniences,
         )
         new = {line: record for line, record in zip(lines, _records(sums), strict=True) if line >= 0}

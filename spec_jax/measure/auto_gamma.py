@@ -12,7 +12,6 @@ Source: Leviathan, Kalman and Matias 2023, arXiv 2211.17192v2, Equation 1 and Th
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from tabulate import tabulate
 from spec_jax import analysis
 from spec_jax.decoding import MAX_GAMMA
 from spec_jax.drafters.base import Drafter
-from spec_jax.measure import pipeline
+from spec_jax.measure import runs, setup
 from spec_jax.models.base import Model
 from spec_jax.run.journal import Journal
 
@@ -35,7 +34,7 @@ _SAMPLES = 7
 
 
 def measure(
-    target: Model, drafter: Drafter, sources: Sequence[np.ndarray], settings: pipeline.Settings
+    target: Model, drafter: Drafter, sources: Sequence[np.ndarray], settings: setup.Settings
 ) -> dict[str, Any]:
     """Decodes a few prompts and times the calls.
 
@@ -53,13 +52,13 @@ def measure(
       ValueError: no line has text.
       FloatingPointError: a model gave NaN.
     """
-    probe = dataclasses.replace(settings, gamma=PROBE)
+    probe = settings.decoding(gamma=PROBE)
     some = _spread([ids for ids in sources if len(ids) > 1], probe.batch_size * _BATCHES)
-    probe = pipeline.one_width(probe, some)
-    decoded = pipeline.decode_lines(some, probe, pipeline.speculative_program(target, drafter, probe))
+    probe = setup.one_width(probe, some)
+    decoded = runs.decode_lines(some, probe, runs.speculative_program(target, drafter, probe))
     figures = analysis.acceptance_figures(decoded.stats)
     timers = {
-        gamma: pipeline.step_timer(target, one, some, dataclasses.replace(probe, gamma=gamma))
+        gamma: runs.step_timer(target, one, some, probe.decoding(gamma=gamma))
         for gamma, one in {PROBE: drafter, **dict.fromkeys(_MORE_ROWS)}.items()
     }
     for _ in range(_SAMPLES):
@@ -78,7 +77,7 @@ def measure(
 
 
 def settle(
-    job: pipeline.Job, drafter: Drafter, kept: pathlib.Path, run: dict[str, Any]
+    job: setup.Job, drafter: Drafter, kept: pathlib.Path, run: dict[str, Any]
 ) -> tuple[int, str, dict[str, Any]]:
     """Measures and chooses, or finds what the same run chose before it was stopped.
 

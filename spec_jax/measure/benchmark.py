@@ -1,6 +1,6 @@
 """A sweep over drafts, temperatures, draft lengths and batch sizes on one set of lines: what is measured in a cell.
 
-In each cell all lines are decoded plainly and speculatively by turns (`pipeline.compare`), and its figures stand
+In each cell all lines are decoded plainly and speculatively by turns (`runs.compare`), and its figures stand
 beside the theory's. A cell that is in the journal is not measured again.
 
 Source of the theory: Leviathan, Kalman and Matias 2023, arXiv 2211.17192v2.
@@ -24,7 +24,7 @@ from spec_jax import analysis
 from spec_jax.decoding import MAX_GAMMA
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.model import ModelDrafter
-from spec_jax.measure import acceptance, pipeline
+from spec_jax.measure import acceptance, agreement, runs, setup
 from spec_jax.models.base import Model
 from spec_jax.run.journal import Journal
 from spec_jax.sampling import SamplingConfig
@@ -68,10 +68,10 @@ class Cell:
     def __str__(self) -> str:
         return f'{self.draft}, T = {self.temperature:g}, gamma = {self.gamma}, batch size {self.batch_size}'
 
-    def settings(self, settings: pipeline.Settings) -> pipeline.Settings:
+    def settings(self, settings: setup.Settings) -> setup.Settings:
         """`settings` with this cell's values."""
-        sampling = dataclasses.replace(settings.sampling, temperature=self.temperature)
-        return dataclasses.replace(settings, sampling=sampling, gamma=self.gamma, batch_size=self.batch_size)
+        settings = settings.decoding(gamma=self.gamma).sampled(temperature=self.temperature)
+        return dataclasses.replace(settings, batch_size=self.batch_size)
 
 
 def one_axis_at_a_time(
@@ -141,7 +141,7 @@ def sweep(
 
 
 def measure(
-    cell: Cell, job: pipeline.Job, drafter: Drafter, *, metric: str = 'bleu', repeats: int = 3, progress=iter
+    cell: Cell, job: setup.Job, drafter: Drafter, *, metric: str = 'bleu', repeats: int = 3, progress=iter
 ) -> dict[str, Any]:
     """Decodes all lines plainly and speculatively by turns.
 
@@ -154,7 +154,7 @@ def measure(
       progress: wraps the list of batches.
 
     Returns:
-      `pipeline.comparison_figures` and, as JSON has them: `alpha_low`, `alpha_high`, `speedup_low` and
+      `runs.comparison_figures` and, as JSON has them: `alpha_low`, `alpha_high`, `speedup_low` and
       `speedup_high`, ends of 95% intervals or None; `batches`; `position_acceptance`; `c_hat` and
       `operations_factor` (Theorem 3.11), None where operations are not known; `quality` of both decoders;
       `greedy_match`, `near_ties` and `mismatches` at temperature 0, None at others; `compile_seconds` of both, and
@@ -166,14 +166,12 @@ def measure(
     """
     start, settings = time.perf_counter(), cell.settings(job.settings)
     programs = dict(
-        plain=pipeline.plain_program(job.target, settings),
-        speculative=pipeline.speculative_program(job.target, drafter, settings),
+        plain=runs.plain_program(job.target, settings),
+        speculative=runs.speculative_program(job.target, drafter, settings),
     )
-    timer = pipeline.step_timer(job.target, drafter, job.sources, settings)
-    results = pipeline.compare(
-        job.sources, settings, programs, repeats=repeats, progress=progress, timer=timer
-    )
-    figures = pipeline.comparison_figures(results, timer.medians(), settings)
+    timer = runs.step_timer(job.target, drafter, job.sources, settings)
+    results = runs.compare(job.sources, settings, programs, repeats=repeats, progress=progress, timer=timer)
+    figures = runs.comparison_figures(results, timer.medians(), settings)
     plain, speculative = results['plain'], results['speculative']
     rows = rows_of(speculative)
     figures |= dict(
@@ -184,9 +182,9 @@ def measure(
     figures |= zip(
         ('speedup_low', 'speedup_high'), speedup_interval(plain, speculative, settings.seed), strict=True
     )
-    figures |= operations(job.target, drafter, figures['alpha'], settings.gamma)
-    if settings.sampling.temperature == 0:
-        figures |= pipeline.agreement(job.target, job.sources, plain.ids, speculative.ids)
+    figures |= operations(job.target, drafter, figures['alpha'], settings.decode.gamma)
+    if settings.decode.sampling.temperature == 0:
+        figures |= agreement.agreement(job.target, job.sources, plain.ids, speculative.ids)
     else:
         figures |= dict(greedy_match=None, near_ties=None, mismatches=None)
     texts = {
@@ -200,8 +198,8 @@ def measure(
     )
 
 
-def rows_of(decoded: pipeline.Decoded) -> Stats:
-    """`pipeline.compare`'s counts by prompt, arrays [R], [R, G] or [R, G + 1]; fillers are left out."""
+def rows_of(decoded: runs.Decoded) -> Stats:
+    """`runs.compare`'s counts by prompt, arrays [R], [R, G] or [R, G + 1]; fillers are left out."""
     columns = {
         field.name: np.concatenate([getattr(stats, field.name) for stats in decoded.batch_stats])
         for field in dataclasses.fields(Stats)
@@ -217,7 +215,7 @@ def alpha_interval(rows: Stats, seed: int = 0) -> tuple[float | None, float | No
 
 
 def speedup_interval(
-    plain: pipeline.Decoded, speculative: pipeline.Decoded, seed: int = 0, level: float = 0.95
+    plain: runs.Decoded, speculative: runs.Decoded, seed: int = 0, level: float = 0.95
 ) -> tuple[float | None, float | None]:
     """The interval of the speed-up, from batches of prompts drawn again with replacement (percentiles).
 

@@ -18,7 +18,7 @@ import numpy as np
 from tabulate import tabulate
 
 from spec_jax import analysis
-from spec_jax.measure import pipeline
+from spec_jax.measure import agreement, runs, setup
 from spec_jax.models.base import Model
 from spec_jax.types import Inputs, Stats
 
@@ -86,7 +86,7 @@ class Measured:
     compile_seconds: float
 
 
-def prompts_of(sources: list[np.ndarray], settings: pipeline.Settings) -> list[Prompt]:
+def prompts_of(sources: list[np.ndarray], settings: setup.Settings) -> list[Prompt]:
     """Those with a text, shortest first.
 
     Raises:
@@ -94,19 +94,19 @@ def prompts_of(sources: list[np.ndarray], settings: pipeline.Settings) -> list[P
     """
     prompts = [
         Prompt(sources[int(batch.rows[0])], inputs, keys)
-        for batch, inputs, keys in pipeline.batches(sources, settings)
+        for batch, inputs, keys in runs.batches(sources, settings)
     ]
     if not prompts:
         raise ValueError('compare: expected a line with text in it; got empty lines alone')
     return prompts
 
 
-def ours(program: pipeline.Program) -> Decode:
-    """A program of `pipeline` as a decoder."""
+def ours(program: runs.Program) -> Decode:
+    """A program of `runs` as a decoder."""
 
     def decode(prompt: Prompt) -> Answer:
         output = program(prompt.inputs, prompt.keys)
-        (ids,) = pipeline.row_ids(output)
+        (ids,) = runs.row_ids(output)
         return Answer(ids, int(output.stats.rounds[0]), output.stats)
 
     return decode
@@ -127,14 +127,14 @@ def measure(
     for prompt in {one.inputs.tokens.shape: one for one in prompts}.values():
         for name, decode in decoders.items():
             first[name, prompt.inputs.tokens.shape] = _timed(decode, prompt)[0]
-    runs = {name: [[] for _ in prompts] for name in decoders}
+    answers = {name: [[] for _ in prompts] for name in decoders}
     every = [(number, repeat) for repeat in range(repeats) for number in range(len(prompts))]
     for number, repeat in progress(every):
         for name in list(decoders)[:: 1 if (number + repeat) % 2 == 0 else -1]:
             time.sleep(_REST)
-            runs[name][number].append(_timed(decoders[name], prompts[number]))
+            answers[name][number].append(_timed(decoders[name], prompts[number]))
     results = {}
-    for name, by_prompt in runs.items():
+    for name, by_prompt in answers.items():
         seconds = [median(taken for taken, _ in some) for some in by_prompt]
         last = {prompt.inputs.tokens.shape: taken for prompt, taken in zip(prompts, seconds, strict=True)}
         compiling = sum(max(first[name, shape] - taken, 0.0) for shape, taken in last.items())
@@ -177,7 +177,7 @@ def ratio_rows(
       results: of `measure`.
       target: scores again where ids differ.
       prompts: those measured.
-      near_tie: nats, see `pipeline.agreement`.
+      near_tie: nats, see `agreement.agreement`.
       aims: the ratio that is aimed at, by pair.
 
     Returns:
@@ -190,7 +190,7 @@ def ratio_rows(
     sources, rows = [prompt.ids for prompt in prompts], []
     for pair in _PAIRS:
         one, other = pair
-        found = pipeline.agreement(target, sources, ids[one], ids[other], near_tie)
+        found = agreement.agreement(target, sources, ids[one], ids[other], near_tie)
         ties, faults = found['near_ties'], found['mismatches']
         low, high = np.quantile(rates[one] / rates[other], [0.25, 0.75]).tolist()
         figures = dict(decoder=one, over=other, ratio=overall[one] / overall[other], low=low, high=high)

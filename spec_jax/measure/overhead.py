@@ -20,15 +20,13 @@ from jax import Array
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from spec_jax.drafters.base import Drafter
+from spec_jax.drafters.base import Drafter, DraftShape, Outcome, Round
 from spec_jax.drafters.thrifty import Thrifty
-from spec_jax.measure import pipeline
+from spec_jax.measure import agreement, runs, setup
 from spec_jax.models.base import Model
-from spec_jax.runtime.backend import rows_toll
-from spec_jax.sampling import SamplingConfig
+from spec_jax.runtime.backend import row_cost
 from spec_jax.testing import ScriptedDrafter
-from spec_jax.text.data import PAD_ID
-from spec_jax.types import Context, Draft, Inputs, Verification
+from spec_jax.types import Draft, Inputs, Prefill
 
 RIGHT = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)  # shares of the oracle's tokens that are right
 RIGHT_THRIFTY = (0.0, 0.1, 0.2, 0.3, 0.5, 0.9)  # the same of an oracle that is `thrifty.Thrifty`
@@ -46,29 +44,26 @@ class Oracle:
       sources: [R, S] int32, padded; a row's own is found by comparing. A source that is not among them gets the
         first one's script.
       script: tokens [R, N], in the order of `sources`.
+      pad_id: fills up sources.
     """
 
     sources: Array
     script: ScriptedDrafter
+    pad_id: int = flax.struct.field(pytree_node=False)
 
-    def init(self, inputs: Inputs, num_slots: int) -> Array:
+    def shape(self, gamma: int) -> DraftShape:
+        return self.script.shape(gamma)
+
+    def init(self, target: Model, prefill: Prefill, inputs: Inputs, num_slots: int) -> Array:
         width = min(inputs.tokens.shape[1], self.sources.shape[1])
         same = (inputs.tokens[:, None, :width] == self.sources[:, :width]).all(-1)  # [B, R]
-        ends = (self.sources[:, width:] == PAD_ID).all(-1)
+        ends = (self.sources[:, width:] == self.pad_id).all(-1)
         return jnp.argmax(same & ends, axis=1)
 
-    def propose(
-        self,
-        state: Array,
-        context: Context,
-        keys: Array,
-        gamma: int,
-        sampling: SamplingConfig,
-        vocab_size: int,
-    ) -> tuple[Draft, Array]:
-        return self.script.propose(state, context, keys, gamma, sampling, vocab_size)
+    def propose(self, state: Array, round: Round) -> tuple[Draft, Array]:
+        return self.script.propose(state, round)
 
-    def update(self, state: Array, context: Context, verified: Verification, hidden: Array) -> Array:
+    def update(self, state: Array, outcome: Outcome) -> Array:
         return state
 
 
@@ -79,6 +74,7 @@ def make_oracle(
     *,
     vocab_size: int,
     length: int,
+    pad_id: int,
     seed: int = 0,
 ) -> Oracle:
     """An oracle whose tokens are each right with probability `right`, and another token otherwise.
@@ -91,6 +87,7 @@ def make_oracle(
       right: in [0, 1].
       vocab_size: V, at least 2; wrong tokens are below it.
       length: N.
+      pad_id: fills up sources, as in the batches that are decoded.
       seed: of the places and of the wrong tokens.
     """
     random = np.random.default_rng(seed)
@@ -100,26 +97,24 @@ def make_oracle(
         row[: len(output)] = output
     spoilt = random.random(shape) >= right
     tokens = np.where(spoilt, (tokens + random.integers(1, vocab_size, shape)) % vocab_size, tokens)
-    padded = np.full((len(sources), max(map(len, sources))), PAD_ID, np.int32)
+    padded = np.full((len(sources), max(map(len, sources))), pad_id, np.int32)
     for row, source in zip(padded, sources, strict=True):
         row[: len(source)] = source
-    return Oracle(jnp.asarray(padded), ScriptedDrafter(jnp.asarray(tokens, jnp.int32)))
+    return Oracle(jnp.asarray(padded), ScriptedDrafter(jnp.asarray(tokens, jnp.int32)), pad_id)
 
 
 # --- measuring ----------------------------------------------------------------------------------------------
 
 
-def check(settings: pipeline.Settings) -> None:
+def check(settings: setup.Settings) -> None:
     """Raises ValueError for settings that an oracle cannot follow."""
-    if settings.gamma < 1:
+    if settings.decode.gamma < 1:
         raise ValueError('overhead: expected a draft and gamma >= 1, got plain decoding; set gamma')
-    if settings.sampling.temperature > 0:
+    if (temperature := settings.decode.sampling.temperature) > 0:
+        raise ValueError(f'temperature: expected 0, got {temperature:g}; the oracle knows greedy output only')
+    if settings.decode.rule.lossy:
         raise ValueError(
-            f'temperature: expected 0, got {settings.sampling.temperature:g}; the oracle knows greedy output only'
-        )
-    if settings.lenience < 1:
-        raise ValueError(
-            f'lenience: expected 1, got {settings.lenience:g}; the cost of the exact rule is asked for'
+            f'rule: expected an exact one, got {settings.decode.rule.name}; the cost of the exact rule is asked for'
         )
 
 
@@ -138,7 +133,7 @@ def measure(
     target: Model,
     drafters: dict[str, Drafter],
     sources: list[np.ndarray],
-    settings: pipeline.Settings,
+    settings: setup.Settings,
     *,
     repeats: int = 3,
     progress=iter,
@@ -157,23 +152,26 @@ def measure(
       progress: wraps the list of batches.
 
     Returns:
-      For each oracle and draft `pipeline.comparison_figures`, with `draft` (its name), `right` (the oracle's rate,
+      For each oracle and draft `runs.comparison_figures`, with `draft` (its name), `right` (the oracle's rate,
       else None), `thrifty`, `time_per_token` (over that of plain decoding) and `greedy_match`.
 
     Raises:
       ValueError: settings that an oracle cannot follow, or no line with text.
     """
     check(settings)
-    plain = pipeline.plain_program(target, settings)
-    outputs = pipeline.decode_lines(sources, settings, plain).ids
-    how = dict(vocab_size=settings.sampling.vocab_limit or target.vocab_size, length=settings.max_new_tokens)
-    rates, oracles = _make_oracles(partial(make_oracle, sources, outputs, **how))
+    plain = runs.plain_program(target, settings)
+    outputs = runs.decode_lines(sources, settings, plain).ids
+    decode = settings.decode
+    vocab_size = decode.sampling.vocab_limit or target.spec.vocab_size
+    widths = dict(vocab_size=vocab_size, length=decode.max_new_tokens, pad_id=settings.pad_id)
+    make = partial(make_oracle, sources, outputs, **widths)
+    rates, oracles = _make_oracles(make)
     everyone = oracles | drafters
 
-    programs = {name: pipeline.speculative_program(target, one, settings) for name, one in everyone.items()}
+    programs = {name: runs.speculative_program(target, one, settings) for name, one in everyone.items()}
     timed = {'oracle': oracles[next(iter(oracles))]} | drafters  # one oracle takes as long as another
-    timers = {name: pipeline.step_timer(target, one, sources, settings) for name, one in timed.items()}
-    results = pipeline.compare(
+    timers = {name: runs.step_timer(target, one, sources, settings) for name, one in timed.items()}
+    results = runs.compare(
         sources,
         settings,
         dict(plain=plain) | programs,
@@ -185,8 +183,8 @@ def measure(
     for name in everyone:
         pair = dict(plain=results['plain'], speculative=results[name])
         times = timers['oracle' if name in rates else name].medians()
-        figures = pipeline.comparison_figures(pair, times, settings)
-        figures |= pipeline.agreement(target, sources, results['plain'].ids, results[name].ids)
+        figures = runs.comparison_figures(pair, times, settings)
+        figures |= agreement.agreement(target, sources, results['plain'].ids, results[name].ids)
         figures |= dict(time_per_token=1 / figures['speedup'])
         thrifty = isinstance(everyone[name], Thrifty)
         rows.append(dict(draft=name, right=rates.get(name), thrifty=thrifty) | figures)
@@ -197,7 +195,7 @@ def _make_oracles(make: Callable[[float], Oracle]) -> tuple[dict[str, float], di
     """The rate and the draft of each oracle, by its name."""
     rates = {f'oracle, {right:g} right': right for right in RIGHT}
     oracles = {name: make(right) for name, right in rates.items()}
-    if rows_toll(2):
+    if row_cost(2):
         thrifty = {f'thrifty oracle, {right:g} right': right for right in RIGHT_THRIFTY}
         oracles |= {name: Thrifty(make(right)) for name, right in thrifty.items()}
         rates |= thrifty
@@ -212,11 +210,13 @@ def conclusions(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
       break_even_alpha: where the speed-up passes 1 for the last time, between two rates by a straight line; 0 where
         it is above 1 throughout, None where it ends below;
       speedup_at_gaining_alpha: the speed-up at alpha = `GAINING_ALPHA`, by a straight line;
-      and each once more with `_outspoken` behind its name, of oracles that guess gamma tokens in every round.
+      and each once more with `_always_guessing` behind its name, of oracles that guess gamma tokens in every round.
     """
-    outspoken = _oracles(rows)
-    shipped = _conclude(_oracles(rows, thrifty=True) or outspoken)
-    return shipped | {f'{name}_outspoken': figure for name, figure in _conclude(outspoken).items()}
+    always_guessing = _oracles(rows)
+    shipped = _conclude(_oracles(rows, thrifty=True) or always_guessing)
+    return shipped | {
+        f'{name}_always_guessing': figure for name, figure in _conclude(always_guessing).items()
+    }
 
 
 def _conclude(oracles: Sequence[dict[str, Any]]) -> dict[str, float | None]:
@@ -273,7 +273,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def sentences(found: dict[str, float | None], gamma: int) -> list[str]:
     """`conclusions` in words, each beside what is aimed at."""
     always = {
-        name.removesuffix('_outspoken'): one for name, one in found.items() if name.endswith('_outspoken')
+        name.removesuffix('_always_guessing'): one
+        for name, one in found.items()
+        if name.endswith('_always_guessing')
     }
     return [
         f'A draft that is never right takes {found["never_right"]:.2f} times plain decoding per token at gamma = '

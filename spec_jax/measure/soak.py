@@ -22,8 +22,9 @@ from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from spec_jax import analysis
-from spec_jax.measure import pipeline
-from spec_jax.measure.pipeline import Program, Settings
+from spec_jax.measure import runs
+from spec_jax.measure.runs import Program
+from spec_jax.measure.setup import Settings
 from spec_jax.text.batches import bucket_lengths
 from spec_jax.types import Stats
 
@@ -150,7 +151,7 @@ def run(
     """Decodes the passes, each with a seed of its own, and looks at the process after each.
 
     Args:
-      program: as of `pipeline.speculative_program`.
+      program: as of `runs.speculative_program`.
       passes: of `make_passes`.
       settings: of the program; its seed is the first pass's, the next one's is one more.
       progress: wraps the list of passes, for instance tqdm.
@@ -161,7 +162,7 @@ def run(
         samples = [_sample(0, compilations)]
         for number, prompts in enumerate(progress(list(passes))):
             seeded = dataclasses.replace(settings, seed=settings.seed + number)
-            for _, inputs, keys in pipeline.batches(prompts, seeded):
+            for _, inputs, keys in runs.batches(prompts, seeded):
                 counts = analysis.add_stats([program(inputs, keys).stats])
                 total = counts if total is None else jax.tree.map(np.add, total, counts)
             samples.append(_sample(samples[-1].prompts + len(prompts), compilations))

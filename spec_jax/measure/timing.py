@@ -9,6 +9,7 @@ Axes: B rows, G draft length.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from functools import partial
 from statistics import median
@@ -17,58 +18,63 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spec_jax.decoding import call_lengths, plain_step, prefill, start_plain
-from spec_jax.drafters.base import Drafter
-from spec_jax.models.base import Model, read_block
+from spec_jax.decoding import DecodeConfig, append, call_lengths, speculative_step, start, target_call
+from spec_jax.drafters.base import Drafter, NoDrafter, Round
+from spec_jax.models.base import Model
 from spec_jax.runtime.backend import jit
-from spec_jax.sampling import SamplingConfig, first, likeliest, logits_to_probs, row_keys, split_rows
-from spec_jax.types import Inputs
+from spec_jax.runtime.selection import first
+from spec_jax.sampling import likeliest, logits_to_probs, row_keys
+from spec_jax.types import Draft, Inputs
 
-_prefill = jit(prefill, static_argnames=('gamma', 'max_new_tokens'))
-_start_plain = jit(start_plain, static_argnames='max_new_tokens')
+_start = jit(start, static_argnames='config')
 _STEPS = 24  # calls a measurement; the caches hold about half a typical output on average
 
 
-@jit(static_argnames=('sampling', 'max_new_tokens'))
-def _plain_steps(target, state, *, sampling, steps, max_new_tokens):
+@jit(static_argnames='config')
+def _plain_steps(target, state, *, config, steps):
     """`steps` plain steps that no EOS ends."""
-    body = partial(plain_step, target, max_new_tokens=max_new_tokens, sampling=sampling)
-    return lax.fori_loop(
-        0, steps, lambda _, state: body(state).replace(done=state.done), state
-    ).context.tokens
+
+    def body(_, stepped):
+        return speculative_step(target, NoDrafter(), stepped, config=config).replace(done=state.done)
+
+    return lax.fori_loop(0, steps, body, state).context.tokens
 
 
-@jit(static_argnames=('shape', 'sampling'))
-def _target_calls(target, cache, *, shape, sampling, steps):
-    """`steps` calls over tokens of a shape, each fed with the last one's likeliest."""
+@jit(static_argnames=('config', 'nodes'))
+def _target_calls(target, state, *, config, nodes, steps):
+    """`steps` calls over the newest token and `nodes` more, each fed with the last one's likeliest."""
+    drafted = jnp.zeros((len(state.done), nodes), jnp.int32)
 
-    def body(i, carry):
-        tokens, cache = carry
-        positions = jnp.broadcast_to(i + jnp.arange(shape[1]), shape)
-        hidden, cache = target.decode(tokens, positions, cache)
-        tokens = _tokens(target.logits(hidden), sampling)
-        return tokens, target.rollback(cache, jnp.full_like(tokens[:, 0], i + 1))
+    def body(_, carry):
+        context, drafted, cache = carry
+        context, tokens, cache = _call(target, cache, context, drafted, config)
+        return context, tokens[:, 1:], cache
 
-    return lax.fori_loop(0, steps, body, (jnp.zeros(shape, jnp.int32), cache))[0]
+    return lax.fori_loop(0, steps, body, (state.context, drafted, state.target_cache))[0].tokens
 
 
-@jit(static_argnames=('gamma', 'sampling'))
-def _drafts_and_calls(target, drafter, state, *, gamma, sampling, steps):
-    """`steps` drafts of gamma tokens, each scored by a target call and followed by that call's first token."""
+@jit(static_argnames='config')
+def _drafts_and_calls(target, drafter, state, *, config, steps):
+    """`steps` drafts, each scored by a target call and followed by that call's first token."""
 
     def body(_, carry):
         context, draft_state, cache = carry
-        keys = split_rows(state.keys, 1)[0]
-        draft, draft_state = drafter.propose(draft_state, context, keys, gamma, sampling, target.vocab_size)
-        hidden, cache = read_block(target, cache, context, draft.tokens)
-        found = _tokens(target.logits(hidden), sampling)
-        row = jnp.arange(context.tokens.shape[0])
-        tokens = context.tokens.at[row, context.length].set(found[:, 0])
-        cache = target.rollback(cache, context.length)
-        return context.replace(tokens=tokens, length=context.length + 1), draft_state, cache
+        round = Round(context, state.keys, config.gamma, config.sampling, target.spec.vocab_size)
+        draft, draft_state = drafter.propose(draft_state, round)
+        context, _, cache = _call(target, cache, context, draft.tokens, config)
+        return context, draft_state, cache
 
     carry = state.context, state.draft_state, state.target_cache
     return lax.fori_loop(0, steps, body, carry)[0].tokens
+
+
+def _call(target, cache, context, drafted, config):
+    """A target call; the context with its first token, a token [B, N + 1] for each place, and the cache."""
+    draft = Draft(drafted, None, jnp.full_like(context.length, drafted.shape[1]))
+    logits, _, _, cache = target_call(target, cache, context, draft)
+    tokens = _tokens(logits, config.sampling)
+    context = append(context, tokens[:, :1], jnp.ones_like(context.length))
+    return context, tokens, target.keep(cache, None, context.length - 1)
 
 
 def _tokens(logits, sampling):
@@ -90,44 +96,32 @@ class StepTimer:
     machine, whose speed may drift. Ratios are more to be trusted than times.
     """
 
-    def __init__(
-        self,
-        target: Model,
-        drafter: Drafter | None,
-        inputs: Inputs,
-        *,
-        gamma: int,
-        max_new_tokens: int,
-        sampling: SamplingConfig,
-    ):
+    def __init__(self, target: Model, drafter: Drafter | None, inputs: Inputs, config: DecodeConfig):
         """Compiles the programs.
 
         Args:
           target: the model.
           drafter: the draft; None leaves its step out.
           inputs: a typical batch; its size and width set those of the measurement.
-          gamma: G, at least 1; the target call is over gamma + 1 positions.
-          max_new_tokens: sets the size of the caches; at least 2.
-          sampling: how logits become a distribution.
+          config: gamma is at least 1, the target call is over gamma + 1 positions; max_new_tokens, at least 2,
+            sets the size of the caches.
         """
-        self.steps, self.gamma = max(1, min(_STEPS, max_new_tokens - 1)), gamma
-        keys = row_keys(jax.random.key(0), range(inputs.tokens.shape[0]))
-        speculative = _prefill(target, drafter, inputs, keys, gamma=gamma, max_new_tokens=max_new_tokens)
-        plain = _start_plain(target, inputs, keys, max_new_tokens=max_new_tokens)
-        how = dict(sampling=sampling, steps=self.steps)
-        batch, cache = inputs.tokens.shape[0], speculative.target_cache
-        self.programs = dict(
-            plain_step=partial(_plain_steps, target, plain, max_new_tokens=max_new_tokens, **how)
-        )
-        for length in (gamma,) if drafter is None else call_lengths(drafter, batch, gamma):
-            if length:  # a call over one row is a plain step
-                self.programs[call_name(length, gamma)] = partial(
-                    _target_calls, target, cache, shape=(batch, length + 1), **how
-                )
-        if drafter is not None:
-            self.programs['draft_and_call'] = partial(
-                _drafts_and_calls, target, drafter, speculative, gamma=gamma, **how
-            )
+        self.steps, self.gamma = max(1, min(_STEPS, config.max_new_tokens - 1)), config.gamma
+        batch, timed = inputs.tokens.shape[0], dict(config=config, steps=self.steps)
+        keys = row_keys(jax.random.key(0), range(batch))
+        plain = _start(target, NoDrafter(), inputs, keys, config=config)
+        self.programs = dict(plain_step=partial(_plain_steps, target, plain, **timed))
+        if drafter is None:  # a cache with as much room as beside a draft
+            lengths = (config.gamma,)
+            longer = dataclasses.replace(config, max_new_tokens=config.max_new_tokens + config.gamma)
+            state = _start(target, NoDrafter(), inputs, keys, config=longer)
+        else:
+            lengths = call_lengths(drafter, batch, config.gamma)
+            state = _start(target, drafter, inputs, keys, config=config)
+            self.programs['draft_and_call'] = partial(_drafts_and_calls, target, drafter, state, **timed)
+        for nodes in filter(None, lengths):  # a call over one row is a plain step
+            calls = partial(_target_calls, target, state.replace(draft_state=None), nodes=nodes, **timed)
+            self.programs[call_name(nodes, config.gamma)] = calls
         self.seconds: dict[str, list[float]] = {name: [] for name in self.programs}
         for program in self.programs.values():
             jax.block_until_ready(program())

@@ -1,55 +1,61 @@
-"""What the decoding loop asks of a model, and the one-token call that plain decoding and drafts share.
+"""What the decoding loop asks of a model, and the blocks that it is called with.
 
 A model is a pytree: its parameters are leaves, so that they enter `jax.jit` as arguments, and all
 else is static. Any class with these members will do; nothing has to inherit from `Model`.
 
-Axes: B rows, T tokens of one call, L cache slots, S source length, V vocabulary, D model width.
+Axes: B rows, T tokens of one call, W last tokens of a text, N nodes of a draft, G draft depth, V vocabulary,
+D model width, F feature width.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from spec_jax.runtime.backend import fewest_rows
-from spec_jax.types import Cache, Context, Inputs
+from spec_jax.runtime import backend
+from spec_jax.types import Block, Cache, Context, Draft, Inputs, Prefill
 
 
-class Model(Protocol):
-    """A language model that can score several tokens in one call.
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """What is static in a model.
 
     Attributes:
       vocab_size: V, rows of the head.
-      start_id: the token that every output starts from (not part of the output).
-      eos_id: the token that ends an output.
-      pad_id: the token that fills up a row behind its end.
+      eos_ids: the tokens that end an output; chat models have several.
+      pad_id: the token that fills up a row after its end.
+      feature_layers: the layers whose outputs `decode` and `prefill` return as features; none for none.
     """
 
     vocab_size: int
-    start_id: int
-    eos_id: int
+    eos_ids: tuple[int, ...]
     pad_id: int
+    feature_layers: tuple[int, ...] = ()
 
-    def encode(self, inputs: Inputs, num_slots: int) -> Cache:
-        """Does everything that is done once a prompt.
 
-        Returns:
-          A cache of length 0 with room for `num_slots` tokens a row.
+class Model(Protocol):
+    """A language model that can score several tokens in one call."""
+
+    spec: ModelSpec
+
+    def prefill(self, inputs: Inputs, num_slots: int) -> Prefill:
+        """Reads prompts: all but the newest token of the context.
+
+        Args:
+          inputs: of B rows; one with an empty mask gets a context of length 1 all the same.
+          num_slots: tokens that may follow the prompt, those of drafts included: room for them in context and cache.
         """
         ...
 
-    def decode(self, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
-        """Appends T >= 1 tokens to the cache and looks at all that stands before each.
-
-        Args:
-          tokens: [B, T] int32.
-          positions: [B, T] int32; -1 marks a filler that later tokens never look at.
-          cache: with room for T more slots.
+    def decode(self, block: Block, cache: Cache) -> tuple[Array, Array | None, Cache]:
+        """Reads a block after the tokens that the cache keeps; `keep` then says how many of them stay.
 
         Returns:
-          hidden [B, T, D] and the cache, T slots longer.
+          hidden [B, T, D], features [B, T, F] or None, and the cache.
         """
         ...
 
@@ -57,51 +63,43 @@ class Model(Protocol):
         """Next-token scores [B, T, V] float32 of hidden states [B, T, D]."""
         ...
 
-    def rollback(self, cache: Cache, length: Array) -> Cache:
-        """Keeps the first `length` [B] slots of each row."""
+    def embed(self, tokens: Array) -> Array:
+        """Input embeddings [B, T, D] of tokens [B, T]."""
+        ...
+
+    def keep(self, cache: Cache, nodes: Array | None, length: Array) -> Cache:
+        """Keeps the first `length` [B] tokens of each row (`cache.keep` has the arguments)."""
         ...
 
 
-def read_block(model: Model, cache: Cache, context: Context, drafted: Array) -> tuple[Array, Cache]:
-    """Reads the newest token, which the cache lacks, and the draft behind it in one call.
+def draft_block(context: Context, draft: Draft, width: int = 1) -> Block:
+    """The last `width` W tokens of the text and the draft after them, W + N tokens.
+
+    A chain's nodes have consecutive positions; in a tree a node's position is by its depth, and it looks at the text
+    and at the nodes that it follows. More than the newest token is for chains.
+    """
+    newest, nodes = context.length[:, None] - 1, draft.tokens.shape[1]
+    tokens = jnp.concatenate([context.last(width), draft.tokens], axis=1)
+    if draft.parents is None:
+        return Block(tokens, newest + jnp.arange(1 - width, nodes + 1))
+    ancestors = np.eye(nodes + 1, dtype=bool)
+    for node, parent in enumerate(draft.parents):
+        ancestors[node + 1] |= ancestors[parent + 1]
+    return Block(tokens, newest + ancestors.sum(1) - 1, jnp.asarray(ancestors)[None])
+
+
+def next_logits(model: Model, cache: Cache, tokens: Array, newest: Array) -> tuple[Array, Cache]:
+    """Reads the last tokens [B, W] of a text, of which all but the newest may have been read before.
 
     Args:
-      cache: with room for G + 1 more slots.
-      drafted: [B, G] int32.
+      model: any model.
+      cache: holds at least the tokens before these.
+      tokens: the last at position `newest` [B].
 
     Returns:
-      hidden [B, G + 1, D], of the newest token and of each draft token, and the cache.
+      The scores [B, V] of the token after the newest one, and the cache.
     """
-    newest = context.length[:, None] - 1
-    block = jnp.concatenate([jnp.take_along_axis(context.tokens, newest, axis=1), drafted], axis=1)
-    return model.decode(block, newest + jnp.arange(block.shape[1]), cache)
-
-
-def read_window(model: Model, cache: Cache, tokens: Array, newest: Array) -> tuple[Array, Cache]:
-    """Reads the last W tokens of the text, of which W - 1 may have been read before.
-
-    The cache keeps position i in slot i + 1, and slot 0 for a filler at position -1, which nobody looks at;
-    so the window fits when the text is the start token alone. A slot read before is written again:
-
-        slots        -1  a  b  c  .        text a b c d, newest = 3
-        W = 2                 [c  d]       c's slot is rewritten, d's is new
-
-    Args:
-      tokens: [B, W] int32, the last at position `newest`.
-      newest: [B] int32.
-
-    Returns:
-      The scores [B, V] float32 of the token after the newest one, and the cache.
-    """
-    width = tokens.shape[1]
-    positions = newest[:, None] - width + 1 + jnp.arange(width)
-    cache = model.rollback(cache, positions[:, 0] + 1)
-    hidden, cache = model.decode(tokens, positions, cache)
-    rows = min(width, fewest_rows() if tokens.shape[0] == 1 else 1)
+    positions = newest[:, None] + jnp.arange(1 - tokens.shape[1], 1)
+    hidden, _, cache = model.decode(Block(tokens, positions), model.keep(cache, None, positions[:, 0]))
+    rows = min(tokens.shape[1], backend.fewest_rows(len(tokens)))
     return model.logits(hidden[:, -rows:])[:, -1], cache
-
-
-def last_tokens(context: Context, width: int) -> Array:
-    """The last `width` tokens [B, W] of the text; the first one again where there are fewer."""
-    index = context.length[:, None] - width + jnp.arange(width)
-    return jnp.take_along_axis(context.tokens, jnp.maximum(index, 0), axis=1)

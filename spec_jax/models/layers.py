@@ -5,85 +5,13 @@ Axes: B rows, T tokens, D model width, H heads, K head width.
 
 from __future__ import annotations
 
-import math
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 
-from spec_jax.runtime.backend import apart, better_row_by_row, filled_rows, panels
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def einsum(spec: str, x: Array, y: Array, dtype=None) -> Array:
-    """Product of activations with a weight, or with other activations, accumulated in float32.
-
-    The one place where the form of a product is chosen. Both operands have x's dtype and the result
-    is float32 before it is rounded: the form for which every backend has a fast kernel (on CPU,
-    bfloat16 operands with a bfloat16 result run at a fifth of the speed). The gradient is built from
-    products of the same form, which automatic differentiation does not do: it would multiply a
-    float32 cotangent with a bfloat16 operand.
-
-    Args:
-      spec: 'a,b->c' with no axis summed away that stands in one operand only.
-      x: activations.
-      y: of any float dtype; rounded to x's.
-      dtype: of the result, x's by default.
-    """
-    product = jnp.einsum(spec, x, y.astype(x.dtype), preferred_element_type=jnp.float32)
-    return product.astype(dtype or x.dtype)
-
-
-def _einsum_forward(spec, x, y, dtype):
-    return einsum(spec, x, y, dtype), (x, y)
-
-
-def _einsum_backward(spec, dtype, residuals, cotangent):
-    x, y = residuals
-    operands, out = spec.split('->')
-    left, right = operands.split(',')
-    # Rounded apart from what made it: on CPU a gradient takes a sixth less time than with the two fused.
-    cotangent = lax.optimization_barrier(cotangent).astype(x.dtype)
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    x_grad = product(f'{out},{right}->{left}', cotangent, y.astype(x.dtype))
-    y_grad = product(f'{left},{out}->{right}', x, cotangent)
-    return x_grad.astype(x.dtype), y_grad.astype(y.dtype)
-
-
-einsum.defvjp(_einsum_forward, _einsum_backward)
-
-
-def to_panels(weight: Array) -> Array:
-    """A weight [D, ...] as panels [P, D, C] of its columns, zeros behind the last one (`backend.panels`)."""
-    flat = weight.reshape(len(weight), -1)
-    number, columns = panels(flat.shape[1], flat.dtype.itemsize)
-    flat = jnp.pad(flat, ((0, 0), (0, number * columns - flat.shape[1])))
-    return flat.reshape(len(flat), number, columns).swapaxes(0, 1)
-
-
-def project(spec: str, x: Array, weight: Array, shape: tuple[int, ...], dtype=None) -> Array:
-    """`einsum` with a weight [D, *shape] that may lie in panels.
-
-    Args:
-      spec: such as 'btd,dhk->bthk'.
-      x: [B, T, D].
-      weight: [D, *shape], or [P, D, C] as `to_panels` makes it.
-      shape: what a token is projected to.
-      dtype: as of `einsum`.
-
-    Returns:
-      [B, T, *shape].
-    """
-    if weight.shape[1:] == shape:
-        return einsum(spec, x, weight, dtype)
-    if len(weight) == 1:
-        product = einsum('btd,dc->btc', x, weight[0], dtype)
-    else:
-        product = einsum('pbtd,pdc->pbtc', jnp.broadcast_to(x, (len(weight), *x.shape)), weight, dtype)
-        product = jnp.moveaxis(product, 0, 2).reshape(*x.shape[:2], -1)
-    return product[:, :, : math.prod(shape)].reshape(*x.shape[:2], *shape)
+from spec_jax.runtime.backend import apart
+from spec_jax.runtime.products import einsum, few_rows_einsum, filled_einsum, project
 
 
 class RMSNorm(nnx.Module):
@@ -106,14 +34,6 @@ def _by_head(x: Array, weight: Array) -> Array:
     the weight, in every call of the decoding loop.
     """
     return einsum('btd,dhk->bthk', x, weight)
-
-
-def _by_head_and_row(spec: str, x: Array, y: Array, dtype=None) -> Array:
-    """`einsum` of x [B, H, T, .] with y [B, H, ., .] -> [B, H, T, .]; row by row where that is faster."""
-    batch, _, rows, _ = x.shape
-    if batch > 1 or not better_row_by_row(rows):
-        return einsum(spec, x, y, dtype)
-    return jnp.concatenate([einsum(spec, x[:, :, row : row + 1], y, dtype) for row in range(rows)], axis=2)
 
 
 def _keys(projected: Array) -> Array:
@@ -170,9 +90,9 @@ class Attention(nnx.Module):
         Returns:
           [B, T, D].
         """
-        scores = _by_head_and_row('bhtk,bhkl->bhtl', query, key, jnp.float32)
+        scores = few_rows_einsum('bhtk,bhkl->bhtl', query, key, jnp.float32)
         weights = jax.nn.softmax(scores + bias, axis=-1).astype(query.dtype)
-        context = _by_head_and_row('bhtl,bhlk->bhtk', weights, value)
+        context = few_rows_einsum('bhtl,bhlk->bhtk', weights, value)
         return einsum('bhtk,hkd->btd', context, self.out[...])
 
 
@@ -204,7 +124,4 @@ class MLP(nnx.Module):
                 hidden = self.activation(hidden)
             else:
                 hidden = self.activation(einsum('btd,df->btf', x, self.gate[...], jnp.float32)) * hidden
-        batch, rows, _ = x.shape
-        fillers = filled_rows(rows, self.down.size) - rows if batch == 1 else 0
-        hidden = jnp.pad(hidden.astype(x.dtype), ((0, 0), (0, fillers), (0, 0)))
-        return einsum('btf,fd->btd', hidden, self.down[...])[:, :rows]
+        return filled_einsum('btf,fd->btd', hidden.astype(x.dtype), self.down[...])

@@ -22,10 +22,12 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from spec_jax import cache as kv
-from spec_jax.models.layers import MLP, Attention, RMSNorm, einsum, project, to_panels
-from spec_jax.runtime.backend import most_fused, platform
-from spec_jax.runtime.sharding import MODEL, Rules, mesh_in_use
-from spec_jax.types import Inputs, Params
+from spec_jax.models.base import ModelSpec
+from spec_jax.models.layers import MLP, Attention, RMSNorm
+from spec_jax.runtime.backend import most_fused
+from spec_jax.runtime.products import einsum, lay_out, project
+from spec_jax.runtime.sharding import MODEL, Rules
+from spec_jax.types import Block, Context, Inputs, Params, Prefill
 
 ACTIVATIONS = {'relu': jax.nn.relu, 'gelu': partial(jax.nn.gelu, approximate=True)}  # GELU's tanh form
 _MASKED = -1e9  # added to the score of a slot that must not be seen; finite, so that a row of them is no NaN
@@ -227,24 +229,27 @@ class T5Module(nnx.Module):
             x = layer(x, lambda key, value: (key, value), bias, memory, cross_bias, drop)
         return self.logits(drop(self.decoder_norm(x)))
 
-    def decode(self, tokens: Array, positions: Array, cache: T5Cache, dtype) -> tuple[Array, T5Cache]:
-        """tokens, positions [B, T] at the end of the cache -> hidden [B, T, D], the cache T slots longer."""
-        own, start = kv.append(cache.own, positions)
-        seen = kv.causal_mask(own, tokens.shape[1])  # [B, T, L]
-        bias = self.decoder_bias(positions, own.positions) + _hide(seen)[:, None]  # [B, H, T, L]
-        keys, values = list(own.keys), list(own.values)
-
-        x = self.embedding[...][tokens].astype(dtype)
+    def decode(
+        self, block: Block, cache: T5Cache, dtype, feature_layers: tuple[int, ...] = ()
+    ) -> tuple[Array, Array | None, T5Cache]:
+        """As of `models.base.Model`; features are what the layers numbered so, from 0, put out, side by side."""
+        own, outputs = cache.own, []
+        seen = _hide(kv.visible(own, block))[:, None]  # [B, 1, T, L]
+        bias = self.decoder_bias(block.positions, kv.slot_positions(own, block)) + seen  # [B, H, T, L]
+        x = self.embedding[...][block.tokens].astype(dtype)
         for i, layer in enumerate(self.decoder):
 
             def store(key, value, i=i):
-                keys[i] = kv.write_new(keys[i], key, start, axis=3)
-                values[i] = kv.write_new(values[i], value, start, axis=2)
-                return keys[i], values[i]
+                nonlocal own
+                own = kv.store(own, i, key, value)
+                return own.keys[i], own.values[i]
 
             cross = cache.cross_keys[i], cache.cross_values[i]
             x = layer(x, store, bias, cross, cache.cross_bias, lambda x: x)
-        return self.decoder_norm(x), cache.replace(own=own.replace(keys=tuple(keys), values=tuple(values)))
+            outputs.append(x)
+        features = [outputs[i] for i in feature_layers]
+        features = jnp.concatenate(features, axis=-1) if features else None
+        return self.decoder_norm(x), features, cache.replace(own=own)
 
 
 def dropout(key: Array, rate: float):
@@ -288,11 +293,13 @@ class T5:
       params: the leaves of `T5Module`, as `nnx.State`.
       config: sizes.
       dtype: of activations and caches; logits are float32.
+      feature_layers: the decoder's layers, from 0, whose outputs are features, D numbers each.
     """
 
     params: Params
     config: T5Config = flax.struct.field(pytree_node=False)
     dtype: jnp.dtype = flax.struct.field(pytree_node=False, default=jnp.dtype('float32'))
+    feature_layers: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
 
     @classmethod
     def create(cls, config: T5Config, key: Array, dtype=jnp.float32) -> T5:
@@ -306,14 +313,13 @@ class T5:
         A head that is the embedding becomes a copy laid out [D, V]: by the embedding's own [V, D], the product over
         several rows takes up to twice as long on CPU. In the decoder, query, key and value of self-attention
         become one product, and so do gate and up, where they are small enough (`backend.most_fused`). These and the
-        head lie in panels on a single CPU.
+        head are laid out for few rows (`products.lay_out`).
         """
         if self.config.fused is not None:
             return self
         leaves = dict(nnx.to_flat_state(self.params))
         if self.config.tied_head:
             leaves['head',] = nnx.Param(leaves['embedding',][...].T)
-        lay = to_panels if platform() == 'cpu' and mesh_in_use() is None else lambda weight: weight
         parts = {'self_attention': ('query', 'key', 'value')} | (
             {'mlp': ('gate', 'up')} if self.config.gated else {}
         )
@@ -324,8 +330,8 @@ class T5:
             fused.append(block)
             for layer in range(self.config.num_decoder_layers):
                 apart = [leaves.pop(('decoder', layer, block, name))[...] for name in names]
-                leaves['decoder', layer, block, 'fused'] = nnx.Param(lay(jnp.stack(apart, axis=1)))
-        leaves['head',] = nnx.Param(lay(leaves['head',][...]))
+                leaves['decoder', layer, block, 'fused'] = nnx.Param(lay_out(jnp.stack(apart, axis=1)))
+        leaves['head',] = nnx.Param(lay_out(leaves['head',][...]))
         config = dataclasses.replace(self.config, tied_head=False, fused=tuple(fused))
         return self.replace(params=nnx.from_flat_state(leaves), config=config)
 
@@ -334,20 +340,9 @@ class T5:
         return nnx.merge(_graph(self.config), self.params)
 
     @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def start_id(self) -> int:
-        return self.config.start_id
-
-    @property
-    def eos_id(self) -> int:
-        return self.config.eos_id
-
-    @property
-    def pad_id(self) -> int:
-        return self.config.pad_id
+    def spec(self) -> ModelSpec:
+        config = self.config
+        return ModelSpec(config.vocab_size, (config.eos_id,), config.pad_id, self.feature_layers)
 
     @property
     def partition_rules(self) -> Rules:
@@ -361,27 +356,32 @@ class T5:
         feed_forward = (3 if config.gated else 2) * config.d_model * config.d_ff
         return config.num_decoder_layers * (attention + feed_forward) + config.vocab_size * config.d_model
 
-    def encode(self, inputs: Inputs, num_slots: int) -> T5Cache:
-        """Runs the encoder and projects cross-attention's keys and values, once a prompt."""
-        module, config = self.module, self.config
+    def prefill(self, inputs: Inputs, num_slots: int) -> Prefill:
+        """Runs the encoder and projects cross-attention's keys and values; the context is the start token."""
+        module, config, batch = self.module, self.config, inputs.tokens.shape[0]
         cross = module.cross(module.encode(inputs.tokens, inputs.mask, self.dtype))
-        batch, layers = inputs.tokens.shape[0], config.num_decoder_layers
-        num_slots += 1  # for `kv.write_new`
-        return T5Cache(
-            own=kv.init(layers, batch, config.num_heads, num_slots, config.d_kv, self.dtype),
+        layers, num_tokens = config.num_decoder_layers, 1 + num_slots
+        cache = T5Cache(
+            own=kv.init(layers, batch, config.num_heads, num_tokens, config.d_kv, self.dtype),
             cross_keys=tuple(key for key, _ in cross),
             cross_values=tuple(value for _, value in cross),
             cross_bias=_hide(inputs.mask)[:, None, None, :],
         )
+        tokens = jnp.full((batch, num_tokens), config.pad_id, jnp.int32).at[:, 0].set(config.start_id)
+        one = jnp.ones((batch,), jnp.int32)
+        return Prefill(Context(tokens, start=one, length=one), cache)
 
-    def decode(self, tokens: Array, positions: Array, cache: T5Cache) -> tuple[Array, T5Cache]:
-        return self.module.decode(tokens, positions, cache, self.dtype)
+    def decode(self, block: Block, cache: T5Cache) -> tuple[Array, Array | None, T5Cache]:
+        return self.module.decode(block, cache, self.dtype, self.feature_layers)
 
     def logits(self, hidden: Array) -> Array:
         return self.module.logits(hidden)
 
-    def rollback(self, cache: T5Cache, length: Array) -> T5Cache:
-        return cache.replace(own=kv.rollback(cache.own, length))
+    def embed(self, tokens: Array) -> Array:
+        return self.params['embedding'][...][tokens].astype(self.dtype)
+
+    def keep(self, cache: T5Cache, nodes: Array | None, length: Array) -> T5Cache:
+        return cache.replace(own=kv.keep(cache.own, nodes, length))
 
     def forward(self, inputs: Inputs, decoder_input: Array, dropout_key: Array | None = None) -> Array:
         """Teacher forcing.

@@ -42,7 +42,7 @@ def platform() -> str:
     return _elsewhere or jax.default_backend()
 
 
-def jit(function: Callable | None = None, *, static_argnames: str | tuple[str, ...] = ()) -> Callable:
+def jit(function: Callable | None = None, **options) -> Callable:
     """`jax.jit` for programs that decode: on CPU with the kernels that are fast for few rows.
 
     Decorates at import time and looks at the backend at the first call. Like every jit with options of its own, the
@@ -50,14 +50,14 @@ def jit(function: Callable | None = None, *, static_argnames: str | tuple[str, .
 
     Args:
       function: as of `jax.jit`.
-      static_argnames: as of `jax.jit`.
+      options: as of `jax.jit`, such as static_argnames and donate_argnames.
     """
     if function is None:
-        return functools.partial(jit, static_argnames=static_argnames)
+        return functools.partial(jit, **options)
 
     @functools.cache
     def compiled() -> Callable:
-        return jax.jit(function, static_argnames=static_argnames, compiler_options=_options())
+        return jax.jit(function, compiler_options=_options(), **options)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -67,13 +67,13 @@ def jit(function: Callable | None = None, *, static_argnames: str | tuple[str, .
     return call
 
 
-def fewest_rows() -> int:
-    """Rows that the last product of a call should have at batch 1.
+def fewest_rows(batch: int = 1) -> int:
+    """Rows that each text of a batch should have in a call, at least.
 
     A single row leaves a TPU's matrix unit and costs twice as much as two; on CPU it has a kernel of its own, the
     fastest there is.
     """
-    return 1 if platform() == 'cpu' else 2
+    return 1 if platform() == 'cpu' or batch > 1 else 2
 
 
 def filled_rows(rows: int, size: int) -> int:
@@ -99,7 +99,7 @@ def better_row_by_row(rows: int) -> bool:
     return platform() == 'cpu' and 1 < rows <= 4
 
 
-def rows_toll(rows: int) -> float:
+def row_cost(rows: int) -> float:
     """What a target call over `rows` positions takes at batch 1 beyond one over a single row, in calls over one.
 
     On CPU a tenth for two rows, a quarter for four, a third for six (the demo pair, AVX2, two cores); next to
@@ -110,16 +110,16 @@ def rows_toll(rows: int) -> float:
     return {2: 0.1, 3: 0.15, 4: 0.25}.get(rows, 0.35 if rows <= 6 else 0.7)
 
 
-def call_lengths(gamma: int, toll: Callable[[int], float] = rows_toll) -> tuple[int, ...]:
+def call_lengths(gamma: int, cost: Callable[[int], float] = row_cost) -> tuple[int, ...]:
     """The lengths of drafts for which a loop at batch 1 has a target call of its own, ascending, gamma last.
 
-    Each is the longest whose rows have a toll that is a third less than that of the next, down to none at all: on
+    Each is the longest whose rows have a cost that is a third less than that of the next, down to none at all: on
     CPU 0, 2 and 5 of gamma = 5, and where rows cost nothing gamma alone. More would gain little, and each call adds
     some 3 s of compiling (the demo pair, two cores).
     """
     found = [gamma]
-    while (most := toll(found[0] + 1)) > 0:
-        found.insert(0, max(length for length in range(found[0]) if toll(length + 1) < _THIRD_LESS * most))
+    while (most := cost(found[0] + 1)) > 0:
+        found.insert(0, max(length for length in range(found[0]) if cost(length + 1) < _THIRD_LESS * most))
     return tuple(found)
 
 

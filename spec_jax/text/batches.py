@@ -40,7 +40,7 @@ def bucket_batches(
     max_length: int,
     *,
     smallest: int = 16,
-    pad_id: int = 0,
+    pad_id: int,
 ) -> Iterator[Batch]:
     """Batches of similar length, shortest first, each [batch_size, one of `bucket_lengths`].
 
@@ -87,7 +87,7 @@ def pad_rows(
     width: int,
     *,
     filler: Sequence[int] = (),
-    pad_id: int = 0,
+    pad_id: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pads sequences to one array with the model's `pad_id`; rows after the last of them hold `filler`.
 

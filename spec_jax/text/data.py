@@ -15,10 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-# Old places of these names, for measure/pipeline, measure/overhead and exactness, which still ask here.
-from spec_jax.text.batches import Batch, bucket_batches, pad_rows  # noqa: F401
-
-PAD_ID = 0  # T5's
 FORMATS = ('text', 'tsv', 'jsonl')
 _MISSING = object()
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from tabulate import tabulate
 
-from spec_jax.decoding import prefill
+from spec_jax.decoding import DecodeConfig, start
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.models.shape import ModelShape
 from spec_jax.runtime.backend import tracing_for
@@ -71,8 +71,8 @@ def need(
     keys = jax.eval_shape(partial(jax.random.split, num=batch_size), jax.random.key(0))
     with tracing_for('tpu'):
         pair = target.abstract(dtype), ModelDrafter(draft.abstract(dtype))
-        start = partial(prefill, gamma=gamma, max_new_tokens=max_new_tokens)
-        state = jax.eval_shape(start, *pair, inputs, keys)
+        config = DecodeConfig(gamma, max_new_tokens)
+        state = jax.eval_shape(partial(start, config=config), *pair, inputs, keys)
     return Need(_bytes(pair), _bytes((state.target_cache, state.draft_state)))
 
 

@@ -26,14 +26,16 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spec_jax import decoding
+from spec_jax.decoding import DecodeConfig
+from spec_jax.drafters.base import Drafter, NoDrafter, Round
 from spec_jax.drafters.model import ModelDrafter
-from spec_jax.models.base import Model, read_block
+from spec_jax.models.base import Model
 from spec_jax.models.shape import ModelShape
 from spec_jax.runtime import backend, sharding
 from spec_jax.sampling import SamplingConfig
 from spec_jax.tpu import chips
 from spec_jax.tpu.hlo import Program
-from spec_jax.types import Inputs
+from spec_jax.types import Draft, Inputs
 
 PROGRAMS = ('plain_step', 'target_call', 'draft', 'prefill', 'loop')
 _HLO_TYPE = dict(bfloat16='bf16', float32='f32')
@@ -205,7 +207,7 @@ def _smallest(setup: Setup) -> int:
 
 def _pair(setup: Setup) -> tuple[Model, ModelDrafter]:
     target, draft = (shape.abstract(setup.dtype) for shape in (setup.target, setup.draft))
-    return target, ModelDrafter(draft, backend.fewest_rows())
+    return target, ModelDrafter(draft)
 
 
 def _prompts(setup: Setup) -> tuple[Inputs, Any]:
@@ -214,35 +216,38 @@ def _prompts(setup: Setup) -> tuple[Inputs, Any]:
     return inputs, jax.eval_shape(partial(jax.random.split, num=setup.batch_size), jax.random.key(0))
 
 
-def _limits(setup: Setup) -> dict[str, int]:
-    return dict(gamma=setup.gamma, max_new_tokens=setup.max_new_tokens)
+def _config(setup: Setup) -> DecodeConfig:
+    return DecodeConfig(setup.gamma, setup.max_new_tokens, setup.sampling)
 
 
-def _state(setup: Setup, target: Model, drafter: ModelDrafter):
-    return jax.eval_shape(partial(decoding.prefill, **_limits(setup)), target, drafter, *_prompts(setup))
+def _state(setup: Setup, target: Model, drafter: Drafter):
+    return jax.eval_shape(partial(decoding.start, config=_config(setup)), target, drafter, *_prompts(setup))
 
 
 def _plain_step(setup: Setup):
+    def step(target, state):
+        return decoding.speculative_step(target, NoDrafter(), state, config=_config(setup))
+
     target, _ = _pair(setup)
-    how = dict(max_new_tokens=setup.max_new_tokens)
-    state = jax.eval_shape(partial(decoding.start_plain, **how), target, *_prompts(setup))
-    return partial(decoding.plain_step, **how, sampling=setup.sampling), (target, state), (1,)
+    return step, (target, _state(setup, target, NoDrafter())), (1,)
 
 
 def _target_call(setup: Setup):
-    def call(target, cache, context, drafted):
-        hidden, cache = read_block(target, cache, context, drafted)
-        return target.logits(hidden), cache
+    def call(target, cache, context, tokens):
+        draft = Draft(tokens, None, jnp.full_like(context.length, setup.gamma))
+        logits, _, _, cache = decoding.target_call(target, cache, context, draft)
+        return logits, cache
 
     target, drafter = _pair(setup)
     state = _state(setup, target, drafter)
-    drafted = jax.ShapeDtypeStruct((setup.batch_size, setup.gamma), jnp.int32)
-    return call, (target, state.target_cache, state.context, drafted), (1,)
+    tokens = jax.ShapeDtypeStruct((setup.batch_size, setup.gamma), jnp.int32)
+    return call, (target, state.target_cache, state.context, tokens), (1,)
 
 
 def _draft(setup: Setup):
     def propose(drafter, state, context, keys):
-        return drafter.propose(state, context, keys, setup.gamma, setup.sampling, setup.target.vocab_size)
+        round = Round(context, keys, setup.gamma, setup.sampling, setup.target.vocab_size)
+        return drafter.propose(state, round)
 
     target, drafter = _pair(setup)
     state = _state(setup, target, drafter)
@@ -250,12 +255,11 @@ def _draft(setup: Setup):
 
 
 def _prefill(setup: Setup):
-    return partial(decoding.prefill, **_limits(setup)), (*_pair(setup), *_prompts(setup)), ()
+    return partial(decoding.start, config=_config(setup)), (*_pair(setup), *_prompts(setup)), ()
 
 
 def _loop(setup: Setup):
-    how = dict(_limits(setup), sampling=setup.sampling, lenience=1.0)
-    return partial(decoding.speculative_loop, **how), (*_pair(setup), *_prompts(setup)), ()
+    return partial(decoding.speculative_loop, config=_config(setup)), (*_pair(setup), *_prompts(setup)), ()
 
 
 _BUILDERS = dict(plain_step=_plain_step, target_call=_target_call, draft=_draft, prefill=_prefill, loop=_loop)

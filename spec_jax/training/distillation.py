@@ -80,7 +80,7 @@ def distill(
     run |= dict(sources=zlib.crc32('\n'.join(sources).encode()), target=_fingerprint(target))
     journal = Journal.open(workdir / 'distilled.jsonl', run)
     kept = [sequences[row] for row in rows]
-    batches = bucket_batches(kept, batch_size, max_source_length, pad_id=target.pad_id)
+    batches = bucket_batches(kept, batch_size, max_source_length, pad_id=target.spec.pad_id)
     with tqdm(total=len(rows), initial=len(journal.records), unit=' sentences', smoothing=0.05) as bar:
         sampling, key = SamplingConfig(temperature=temperature), jax.random.key(seed)
         _fill(journal, target, tokenizer, list(batches), rows, sampling, key, bar, stop)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from spec_jax.decoding import plain_generate
+from spec_jax.decoding import DecodeConfig, plain_generate
 from spec_jax.models.t5 import T5
 from spec_jax.sampling import GREEDY, SamplingConfig, row_keys
 from spec_jax.text import data, metrics
@@ -82,8 +82,8 @@ class Validation:
                 pairs,
                 self.config.tokens_per_batch,
                 0,
-                pad_id=model.pad_id,
-                start_id=model.start_id,
+                pad_id=model.spec.pad_id,
+                start_id=model.config.start_id,
                 num_epochs=1,
             )
             scores[name] = {'loss': validation_loss(model, batches, stop)}
@@ -162,20 +162,16 @@ def translate(model: T5, tokenizer, batch: Batch, sampling: SamplingConfig, key)
     Returns:
       One translation for each real row, in the order of `batch.rows`.
     """
-    sampling = dataclasses.replace(sampling, vocab_limit=min(len(tokenizer), model.vocab_size))
+    sampling = dataclasses.replace(sampling, vocab_limit=min(len(tokenizer), model.spec.vocab_size))
     mask = batch.mask & (batch.rows >= 0)[:, None]  # a row whose mask is empty is finished from the start
-    output = plain_generate(
-        model,
-        Inputs(batch.tokens, mask),
-        row_keys(key, batch.rows),
-        max_new_tokens=length_limit(batch.tokens.shape[1]),
-        sampling=sampling,
-    )
+    limit = length_limit(batch.tokens.shape[1])
+    config = DecodeConfig(gamma=0, max_new_tokens=limit, sampling=sampling)
+    output = plain_generate(model, Inputs(batch.tokens, mask), row_keys(key, batch.rows), config)
     tokens, lengths = np.asarray(output.tokens), np.asarray(output.length)
     translations = []
     for row, length in zip(tokens[: batch.num_real], lengths, strict=False):
         text = tokenizer.decode(row[:length], skip_special_tokens=True)
-        translations.append(Translation(text, int(length), bool(row[length - 1] == model.eos_id)))
+        translations.append(Translation(text, int(length), bool(row[length - 1] in model.spec.eos_ids)))
     return translations
 
 
@@ -191,7 +187,7 @@ def translate_all(
 ) -> Iterator[tuple[int, Translation]]:
     """Translates encoded sources, each [S], in batches of similar length; yields row and translation."""
     key = jax.random.key(0)
-    for batch in bucket_batches(sequences, batch_size, max_source_length, pad_id=model.pad_id):
+    for batch in bucket_batches(sequences, batch_size, max_source_length, pad_id=model.spec.pad_id):
         if stop():
             return
         yield from zip(batch.rows.tolist(), translate(model, tokenizer, batch, sampling, key), strict=False)

@@ -98,7 +98,7 @@ def train_model(config: ConfigDict, workdir: pathlib.Path, stop: Callable[[], bo
             raise ValueError(f'steps: expected {start} or more, as far as {workdir} is, got {config.steps}')
         history = History.open(workdir / 'report.json', start)
         history.describe(config, state.model, pairs)
-        ids = dict(pad_id=state.model.pad_id, start_id=state.model.start_id)
+        ids = dict(pad_id=state.model.config.pad_id, start_id=state.model.config.start_id)
         batches = training_batches(pairs, config.tokens_per_batch, config.seed, **ids, start_step=start)
         save = functools.partial(checkpoints.save, manager)
         state = _run(config, state, batches, update, validation, history, save, stop)
@@ -129,10 +129,10 @@ def _make_update(config: ConfigDict, setup: Setup) -> Callable:
     """(state, batch) -> (state, loss): the train step with all that stays the same from step to step."""
     vocab_size = model_config(config, len(setup.tokenizer)).vocab_size
     teacher = load_t5(config.distill_from, config.dtype) if config.distill_from else None
-    if teacher is not None and teacher.vocab_size != vocab_size:
+    if teacher is not None and teacher.spec.vocab_size != vocab_size:
         raise ValueError(
             f"{config.distill_from}: expected a teacher with the model's vocabulary of {vocab_size} pieces, "
-            f"got {teacher.vocab_size}; use the teacher's tokenizer"
+            f"got {teacher.spec.vocab_size}; use the teacher's tokenizer"
         )
     key = jax.random.key(config.seed + 1)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from spec_jax import generate, plain_generate
+from spec_jax import DecodeConfig, generate, plain_generate
 from spec_jax.drafters.build import KINDS, build_drafter
 from spec_jax.sampling import GREEDY
 from spec_jax.testing import TableModel, prompts
@@ -14,7 +14,7 @@ TARGET = TableModel.random(jax.random.key(0), 6, eos_id=1)
 
 OWN = '''
 import flax.struct, jax.numpy as jnp
-from spec_jax import Draft
+from spec_jax import Draft, DraftShape
 
 @flax.struct.dataclass
 class Repeat:
@@ -22,15 +22,17 @@ class Repeat:
 
     times: int = flax.struct.field(pytree_node=False)
 
-    def init(self, inputs, num_slots):
+    def shape(self, gamma):
+        return DraftShape(nodes=gamma, depth=gamma, deterministic=True)
+
+    def init(self, target, prefill, inputs, num_slots):
         return ()
 
-    def propose(self, state, context, keys, gamma, sampling, vocab_size):
-        last = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
-        length = jnp.full_like(context.length, min(gamma, self.times))
-        return Draft(jnp.repeat(last, gamma, axis=1), None, length), state
+    def propose(self, state, round):
+        last, length = round.context.last(1), jnp.full_like(round.context.length, min(round.gamma, self.times))
+        return Draft(jnp.repeat(last, round.gamma, axis=1), None, length), state
 
-    def update(self, state, context, verified, hidden):
+    def update(self, state, outcome):
         return state
 
 def repeat(config, target, tokenizer):
@@ -63,10 +65,9 @@ def build(kind, **keys):
 def test_a_drafter_of_ones_own_from_a_file(own):
     drafter = build(f'{own}:repeat', times=2)
     assert drafter.times == 2
-    how = dict(max_new_tokens=20, sampling=GREEDY)
-    inputs, key = prompts([0, 1]), jax.random.key(0)
-    output = generate(TARGET, drafter, inputs, key, gamma=3, **how)
-    np.testing.assert_array_equal(output.tokens, plain_generate(TARGET, inputs, key, **how).tokens)
+    inputs, key, config = prompts([0, 1]), jax.random.key(0), DecodeConfig(3, 20, GREEDY)
+    output = generate(TARGET, drafter, inputs, key, config)
+    np.testing.assert_array_equal(output.tokens, plain_generate(TARGET, inputs, key, config).tokens)
 
 
 def test_none_is_no_drafter():
@@ -92,7 +93,7 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(own, tmp_path):
         (f'{broken}:repeat', ValueError, 'broken.py: ZeroDivisionError as the file was run'),
         (f'{own}:other', ValueError, "expected a function 'other' in .*own.py, found none"),
         (f'{own}:number', ValueError, "expected a function 'number'"),
-        (f'{own}:nothing', ValueError, "got object without 'init'"),
+        (f'{own}:nothing', ValueError, "got object without 'shape'"),
         (
             f'{own}:unregistered',
             ValueError,

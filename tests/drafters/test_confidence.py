@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.drafters import ngram
+from spec_jax.drafters.base import DraftShape, Outcome, Round
 from spec_jax.drafters.thrifty import Thrifty
 from spec_jax.sampling import GREEDY
 from spec_jax.testing import prompts
@@ -19,7 +20,7 @@ BIGRAM = ngram.on_device(ngram.make_drafter(COUNTS))
 
 def test_an_ngrams_confidence_is_the_highest_q_of_the_next_token():
     tokens = jnp.arange(V)[:, None]
-    confidence = BIGRAM.confidence((), Context(tokens, jnp.ones((V,), jnp.int32)))
+    confidence = BIGRAM.confidence((), Context(tokens, jnp.ones((V,), jnp.int32), jnp.ones((V,), jnp.int32)))
     np.testing.assert_allclose(confidence, BIGRAM.probs_after(tokens).max(-1), rtol=1e-6)
     assert len(np.unique(confidence)) > 2
 
@@ -33,31 +34,34 @@ class Sure:
 
     script: jax.Array
 
-    def init(self, inputs, num_slots):
+    def shape(self, gamma):
+        return DraftShape(gamma, gamma, deterministic=True)
+
+    def init(self, target, prefill, inputs, num_slots):
         return jnp.zeros((1,), jnp.int32)
 
     def confidence(self, state, context):
         return self.script[state]
 
-    def propose(self, state, context, keys, gamma, sampling, vocab_size):
+    def propose(self, state, round):
         jax.debug.callback(lambda: ASKED.append(True))
-        return Draft(jnp.zeros((1, gamma), jnp.int32), None, jnp.full((1,), gamma)), state
+        return Draft(jnp.zeros((1, round.gamma), jnp.int32), None, jnp.full((1,), round.gamma)), state
 
-    def update(self, state, context, verified, hidden):
+    def update(self, state, outcome):
         return state + 1
 
 
 def spoken(confidence, accepted):
     """In which rounds it speaks, given how sure it is and how many of its guesses would pass; any costs .4."""
     ASKED.clear()
-    draft, found = Thrifty(Sure(jnp.asarray(confidence)), lambda rows: 0.4 * (rows > 1)), []
-    state = draft.init(prompts([0]), 9)
-    context = Context(jnp.zeros((1, 9), jnp.int32), jnp.ones((1,), jnp.int32))
+    draft, found = Thrifty(Sure(jnp.asarray(confidence)), Sure.confidence, lambda rows: 0.4 * (rows > 1)), []
+    state, one = draft.init(None, None, prompts([0]), 9), jnp.ones((1,), jnp.int32)
+    round = Round(Context(jnp.zeros((1, 9), jnp.int32), one, one), None, 3, GREEDY, V)
     for number, passing in enumerate(accepted):
-        proposed, state = draft.propose(state, context, None, 3, GREEDY, V)
+        proposed, state = draft.propose(state, round)
         found += [number] if int(proposed.length[0]) else []
         passed = jnp.minimum(proposed.length, passing)
-        state = draft.update(state, context, Verification(passed, jnp.zeros((1, 4), jnp.int32)), None)
+        state = draft.update(state, Outcome(None, Verification(passed, None, None, None), None))
     jax.effects_barrier()
     assert len(ASKED) == len(found)  # only where it speaks
     return found

@@ -5,15 +5,19 @@ Axes: B rows, G draft length, V vocabulary.
 
 from functools import partial
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.decoding import generate
+from spec_jax.decoding import DecodeConfig, speculative_loop
+from spec_jax.drafters import model
+from spec_jax.drafters.base import Round
 from spec_jax.drafters.model import ModelDrafter, check_vocabularies, fit_vocabulary
+from spec_jax.runtime import backend
 from spec_jax.sampling import GREEDY, SamplingConfig, logits_to_probs, row_keys
-from spec_jax.testing import TableModel, chi_square, histogram, prompts
+from spec_jax.testing import ModelWrapper, TableModel, chi_square, histogram, prompts
 from spec_jax.types import Context
 
 V, GAMMA, ROWS = 6, 4, 4
@@ -22,13 +26,34 @@ MODEL = TableModel.random(jax.random.key(0), V, order=2, num_tables=ROWS)
 ALL = prompts(range(ROWS))
 
 
-@partial(jax.jit, static_argnames=('gamma', 'sampling', 'vocab_size'))
-def propose(drafter, state, context, keys, gamma=GAMMA, sampling=SAMPLED, vocab_size=V):
-    return drafter.propose(state, context, keys, gamma, sampling, vocab_size)
+@flax.struct.dataclass
+class Measured(ModelWrapper):
+    """Notes the widths of its calls."""
+
+    widths: set = flax.struct.field(pytree_node=False)
+
+    def decode(self, block, cache):
+        self.widths.add(block.tokens.shape[1])
+        return self.model.decode(block, cache)
+
+    def __hash__(self):
+        return id(self.widths)
+
+
+def propose_now(drafter, state, context, keys, gamma=GAMMA, sampling=SAMPLED, vocab_size=V):
+    return drafter.propose(state, Round(context, keys, gamma, sampling, vocab_size))
+
+
+propose = jax.jit(propose_now, static_argnames=('gamma', 'sampling', 'vocab_size'))
 
 
 def start(rows=ROWS, size=20):
-    return Context(jnp.zeros((rows, size), jnp.int32), jnp.ones(rows, jnp.int32))
+    one = jnp.ones(rows, jnp.int32)
+    return Context(jnp.zeros((rows, size), jnp.int32), one, one)
+
+
+def begin(drafter, inputs, size):
+    return drafter.init(None, None, inputs, size)
 
 
 def extend(context, tokens, counts):
@@ -36,7 +61,7 @@ def extend(context, tokens, counts):
     written = np.array(context.tokens)
     for row, (at, count) in enumerate(zip(np.asarray(context.length), counts, strict=True)):
         written[row, at : at + count] = tokens[row][:count]
-    return Context(jnp.asarray(written), context.length + jnp.asarray(counts))
+    return context.replace(tokens=jnp.asarray(written), length=context.length + jnp.asarray(counts))
 
 
 def q_by_hand(context, drafted):
@@ -51,10 +76,13 @@ def q_by_hand(context, drafted):
 
 
 @pytest.mark.parametrize('window', [1, 2])
-def test_q_is_the_distribution_behind_each_prefix_after_any_acceptance(window):
+def test_q_is_the_distribution_after_each_prefix_after_any_acceptance(window, monkeypatch):
     """All, some and none of a draft accepted, by turns, each row in its own way."""
-    drafter = ModelDrafter(MODEL, window)
-    context, state = start(), drafter.init(ALL, 40)
+    # A batch has windows of one token everywhere, so two are asked for here.
+    monkeypatch.setattr(model, 'fewest_rows', lambda batch: window)
+    drafter = ModelDrafter(Measured(MODEL, set()))
+    context, state = start(), begin(drafter, ALL, 40)
+    propose = jax.jit(propose_now, static_argnames=('gamma', 'sampling', 'vocab_size'))  # traced anew
     random = np.random.default_rng(0)
     for number, accepted in enumerate([[4, 0, 2, 4], [4, 4, 0, 1], [0, 4, 4, 3]]):
         keys = row_keys(jax.random.key(number), range(ROWS))
@@ -65,26 +93,31 @@ def test_q_is_the_distribution_behind_each_prefix_after_any_acceptance(window):
         assert (np.take_along_axis(np.asarray(draft.probs), tokens[..., None], -1) > 0).all()
         context = extend(context, tokens, accepted)
         context = extend(context, random.integers(0, V, (ROWS, 1)), [1] * ROWS)
-        state = drafter.update(state, context, None, None)
+        state = drafter.update(state, None)
+    assert drafter.model.widths == {window, 2}
 
 
 def test_looking_at_one_or_two_tokens_gives_the_same_drafts_and_the_same_output():
     target = TableModel.random(jax.random.key(1), V, order=2, num_tables=ROWS)
-    how = dict(gamma=GAMMA, max_new_tokens=60, sampling=SAMPLED)
-    for model in MODEL, target.replace(table=target.table.at[:2].set(MODEL.table[:2])):
-        one, two = (
-            generate(model, ModelDrafter(MODEL, width), ALL, jax.random.key(2), **how) for width in (1, 2)
-        )
-        jax.tree.map(np.testing.assert_array_equal, one, two)
-        rate = np.asarray(one.stats.accepted / one.stats.tested)
-        np.testing.assert_array_equal(rate == 1, [True, True, model is MODEL, model is MODEL])
+    config = DecodeConfig(GAMMA, 60, SAMPLED)
+    for one in MODEL, target.replace(table=target.table.at[:2].set(MODEL.table[:2])):
+        for row in 0, 3:
+            row_key = jax.random.fold_in(jax.random.key(2), row)[None]
+            outputs = []
+            for platform in 'cpu', 'gpu':
+                with backend.tracing_for(platform):  # traced anew, so without `generate`'s cache
+                    loop = jax.jit(partial(speculative_loop, config=config))
+                    outputs.append(loop(one, ModelDrafter(MODEL), prompts([row]), row_key))
+            jax.tree.map(np.testing.assert_array_equal, *outputs)
+            rate = float(outputs[0].stats.accepted[0] / outputs[0].stats.tested[0])
+            assert (rate == 1) == (row == 0 or one is MODEL)
 
 
 def test_drafts_are_sampled_from_q():
     rows = 20_000
     drafter = ModelDrafter(MODEL)
     keys = row_keys(jax.random.key(3), np.arange(rows))
-    draft, _ = propose(drafter, drafter.init(prompts([1] * rows), 20), start(rows, 4), keys, gamma=2)
+    draft, _ = propose(drafter, begin(drafter, prompts([1] * rows), 20), start(rows, 4), keys, gamma=2)
     first = np.asarray(draft.probs[0, 0], np.float64)
     second = np.asarray(logits_to_probs(MODEL.table[1, 0], SAMPLED), np.float64)  # [V, V]
     assert chi_square(histogram(draft.tokens, V), first[:, None] * second) > 0.001
@@ -93,7 +126,7 @@ def test_drafts_are_sampled_from_q():
 def test_a_greedy_draft_is_the_argmax_and_needs_no_q():
     drafter = ModelDrafter(MODEL)
     keys = row_keys(jax.random.key(4), range(ROWS))
-    draft, _ = propose(drafter, drafter.init(ALL, 20), start(), keys, gamma=1, sampling=GREEDY)
+    draft, _ = propose(drafter, begin(drafter, ALL, 20), start(), keys, gamma=1, sampling=GREEDY)
     np.testing.assert_array_equal(draft.tokens[:, 0], MODEL.table[:, 0, 0].argmax(-1))
     assert draft.probs is None
 
@@ -102,7 +135,7 @@ def test_a_greedy_draft_is_the_argmax_and_needs_no_q():
 def test_q_has_the_width_of_the_targets_vocabulary_and_sums_to_1(vocab_size):
     drafter = ModelDrafter(MODEL)
     keys = row_keys(jax.random.key(5), range(ROWS))
-    draft, _ = propose(drafter, drafter.init(ALL, 20), start(), keys, gamma=1, vocab_size=vocab_size)
+    draft, _ = propose(drafter, begin(drafter, ALL, 20), start(), keys, gamma=1, vocab_size=vocab_size)
     assert draft.probs.shape == (ROWS, 1, vocab_size)
     assert draft.tokens.max() < min(V, vocab_size)
     np.testing.assert_allclose(draft.probs.sum(-1), 1, atol=1e-6)

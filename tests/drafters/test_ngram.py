@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.decoding import generate, plain_generate
+from spec_jax.decoding import DecodeConfig, generate, plain_generate
 from spec_jax.drafters import ngram
+from spec_jax.drafters.base import Round
 from spec_jax.sampling import GREEDY, SamplingConfig, logits_to_probs, row_keys
 from spec_jax.testing import TableModel, chi_square, histogram, joint, next_distributions, prompts
 from spec_jax.training.ngram import count_ngrams
@@ -188,11 +189,12 @@ LENGTH = np.array([5, 1, 3, 4], np.int32)
 
 @functools.partial(jax.jit, static_argnames=('gamma', 'sampling', 'vocab_size'))
 def propose(drafter, context, keys, gamma=3, sampling=GREEDY, vocab_size=V):
-    return drafter.propose(drafter.init(None, 9), context, keys, gamma, sampling, vocab_size)[0]
+    return drafter.propose((), Round(context, keys, gamma, sampling, vocab_size))[0]
 
 
 def four_rows():
-    return Context(jnp.asarray(TEXT), jnp.asarray(LENGTH)), row_keys(jax.random.key(0), np.arange(4))
+    context = Context(jnp.asarray(TEXT), jnp.ones(4, jnp.int32), jnp.asarray(LENGTH))
+    return context, row_keys(jax.random.key(0), np.arange(4))
 
 
 def q_behind(texts):
@@ -261,7 +263,8 @@ def test_a_rows_draft_does_not_depend_on_its_neighbours(sampling):
 
 def test_drafts_are_sampled_from_q():
     rows = 20_000
-    context = Context(jnp.zeros((rows, 4), jnp.int32), jnp.ones(rows, jnp.int32))
+    one = jnp.ones(rows, jnp.int32)
+    context = Context(jnp.zeros((rows, 4), jnp.int32), one, one)
     keys = row_keys(jax.random.key(3), np.arange(rows))
     draft = propose(DRAFTER, context, keys, gamma=2, sampling=SamplingConfig())
     expected = q_behind([[0]])[0][:, None] * q_behind([[0, token] for token in range(V)])
@@ -285,9 +288,9 @@ def test_greedy_output_is_the_targets_own():
     inputs = prompts([ALWAYS, CHANCE, SELDOM] * 2)
     model = target()
     model = model.replace(table=model.table.at[..., EOS].add(-2.0))  # or it ends before anything happens
-    how = dict(max_new_tokens=30, sampling=GREEDY)
-    plain = plain_generate(model, inputs, jax.random.key(0), **how)
-    output = generate(model, DRAFTER, inputs, jax.random.key(0), gamma=3, **how)
+    config = DecodeConfig(3, 30, GREEDY)
+    plain = plain_generate(model, inputs, jax.random.key(0), config)
+    output = generate(model, DRAFTER, inputs, jax.random.key(0), config)
     np.testing.assert_array_equal(output.tokens, plain.tokens)
     np.testing.assert_array_equal(output.length, plain.length)
     assert plain.length.max() == 30 and len(set(output.stats.accepted.tolist())) > 1
@@ -297,9 +300,8 @@ def test_greedy_output_is_the_targets_own():
 def test_rows_of_uneven_acceptance_are_each_distributed_as_their_target():
     kinds = np.resize([ALWAYS, CHANCE, SELDOM], 60_000)
     sampling, model = SamplingConfig(), target()
-    output = generate(
-        model, DRAFTER, prompts(kinds), jax.random.key(7), gamma=3, max_new_tokens=4, sampling=sampling
-    )
+    config = DecodeConfig(3, 4, sampling)
+    output = generate(model, DRAFTER, prompts(kinds), jax.random.key(7), config)
     tokens, stats = np.asarray(output.tokens), jax.tree.map(np.asarray, output.stats)
     rates = [stats.accepted[kinds == kind].sum() / stats.tested[kinds == kind].sum() for kind in range(3)]
     assert rates[ALWAYS] == 1 and 0.2 < rates[CHANCE] < 0.9 and rates[SELDOM] < 0.1

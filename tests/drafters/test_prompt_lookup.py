@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.decoding import generate, plain_generate
+from spec_jax.decoding import DecodeConfig, generate, plain_generate
+from spec_jax.drafters.base import Outcome, Round
 from spec_jax.drafters.prompt_lookup import LookupState, PromptLookup
 from spec_jax.models.t5 import T5, T5Config
 from spec_jax.sampling import GREEDY, SamplingConfig, row_keys
@@ -42,21 +43,25 @@ def batch(sources, outputs, width=S, buffer=N, start=START, fill=0):
     sources, size = pad(sources, width, fill)
     texts, length = pad([[start, *output] for output in outputs], buffer, fill)
     inputs = Inputs(jnp.asarray(sources), jnp.arange(width) < jnp.asarray(size)[:, None])
-    return inputs, Context(jnp.asarray(texts), jnp.asarray(length))
+    return inputs, context_of(texts, length)
+
+
+def context_of(texts, length):
+    return Context(jnp.asarray(texts), jnp.ones(len(texts), jnp.int32), jnp.asarray(length))
 
 
 @partial(jax.jit, static_argnames=('gamma', 'vocab_size'))
 def propose(drafter, state, context, gamma=GAMMA, vocab_size=V):
-    return drafter.propose(state, context, None, gamma, GREEDY, vocab_size)
+    return drafter.propose(state, Round(context, None, gamma, GREEDY, vocab_size))
 
 
-def proposals(drafter, inputs, context, **how):
-    """The tokens that are meant, a list for each row."""
-    draft, _ = propose(drafter, drafter.init(inputs, 0), context, **how)
-    return meant(draft)
+def proposals(drafter, inputs, context, **options):
+    """The tokens that are valid, a list for each row."""
+    draft, _ = propose(drafter, drafter.init(None, None, inputs, 0), context, **options)
+    return valid(draft)
 
 
-def meant(draft):
+def valid(draft):
     assert draft.probs is None
     return [row[:size].tolist() for row, size in zip(np.asarray(draft.tokens), draft.length, strict=True)]
 
@@ -112,6 +117,10 @@ def test_ids_that_the_target_lacks_end_a_proposal():
     assert proposals(LOOKUP, inputs, context, vocab_size=LETTERS.index('z')) == [ids('bcd'), ids('b'), []]
 
 
+def outcome(accepted):
+    return Outcome(None, Verification(accepted, None, None, None), None)
+
+
 # --- a reference in plain Python --------------------------------------------------------------------------
 
 
@@ -141,23 +150,23 @@ def test_random_texts_of_few_letters_through_several_rounds(most, fewest, gamma)
     outputs = [random.integers(2, 2 + n, random.integers(0, 6)).tolist() for n in letters]
     drafter = PromptLookup(most, fewest)
     tokens, size = pad(sources, S, fill=random.integers(2, 6, (rows, S)))  # padding that looks like text
-    state = drafter.init(Inputs(jnp.asarray(tokens), jnp.arange(S) < size[:, None]), 0)
+    inputs = Inputs(jnp.asarray(tokens), jnp.arange(S) < size[:, None])
+    state = drafter.init(None, None, inputs, 0)
     cursors, copied = [0] * rows, 0
     for _ in range(rounds):
         texts = [[START, *output] for output in outputs]
         tokens, length = pad(texts, N + 10, fill=random.integers(2, 6, (rows, N + 10)))
-        context = Context(jnp.asarray(tokens), jnp.asarray(length))
+        context = context_of(tokens, length)
         draft, state = propose(drafter, state, context, gamma=gamma)
         accepted = random.integers(0, np.asarray(draft.length) + 1)
-        for row, got in enumerate(meant(draft)):
+        for row, got in enumerate(valid(draft)):
             expected, place = reference(sources[row], outputs[row], cursors[row], gamma, most, fewest)
             assert got == expected, (sources[row], outputs[row], cursors[row])
             if place is not None:
                 cursors[row] = place + 1 + accepted[row]
                 copied += 1
             outputs[row] = outputs[row] + got[: accepted[row]] + [int(random.integers(2, 2 + letters[row]))]
-        verified = Verification(jnp.asarray(accepted), None)
-        state = drafter.update(state, None, verified, None)
+        state = drafter.update(state, outcome(jnp.asarray(accepted)))
     assert 0.3 * rows * rounds < copied < 0.98 * rows * rounds
 
 
@@ -182,8 +191,8 @@ def test_copies_are_accepted_as_worked_out_by_hand():
     sources = ['abcdef.', 'xyz', 'habcdeabfg']
     texts = {'a': 'abcdef.', 'x': 'abcabcabcabca', 'h': 'cdzabfg.'}
     inputs, _ = batch([ids(source) for source in sources], [[]] * 3)
-    how = dict(gamma=GAMMA, max_new_tokens=12, sampling=GREEDY)
-    output = generate(writer(texts), LOOKUP, inputs, jax.random.key(0), **how)
+    config = DecodeConfig(GAMMA, 12, GREEDY)
+    output = generate(writer(texts), LOOKUP, inputs, jax.random.key(0), config)
     said = [row[:size].tolist() for row, size in zip(np.asarray(output.tokens), output.length, strict=True)]
     assert said == [ids('abcdef.'), ids('abcabcabcabc'), ids('cdzabfg.')]
     np.testing.assert_array_equal(output.stats.rounds, [3, 6, 4])
@@ -194,7 +203,7 @@ def test_copies_are_accepted_as_worked_out_by_hand():
 
 def test_the_cursor_moves_with_a_copy_from_the_source_alone():
     state = LookupState(None, None, jnp.array([4, 4]), jnp.array([True, False]))
-    moved = LOOKUP.update(state, None, Verification(jnp.array([2, 2]), None), None)
+    moved = LOOKUP.update(state, outcome(jnp.array([2, 2])))
     np.testing.assert_array_equal(moved.cursor, [6, 4])
 
 
@@ -207,8 +216,8 @@ def test_sampled_texts_are_distributed_as_the_targets_in_an_uneven_batch():
     target = TableModel.random(jax.random.key(0), SMALL, order=2, num_tables=3, eos_id=EOS)
     inputs, _ = batch([PROMPTS[row % 3] for row in range(ROWS)], [[]] * ROWS, width=6)
     sampling = SamplingConfig()
-    how = dict(gamma=2, max_new_tokens=4, sampling=sampling)
-    output = generate(target, LOOKUP, inputs, jax.random.key(1), **how)
+    config = DecodeConfig(2, 4, sampling)
+    output = generate(target, LOOKUP, inputs, jax.random.key(1), config)
     for row, prompt in enumerate(PROMPTS):
         one = Inputs(jnp.array([prompt[:1]], jnp.int32), jnp.ones((1, 1), bool))
         exact = joint(next_distributions(target, one, 4, sampling), EOS)
@@ -235,10 +244,10 @@ def test_greedy_output_of_a_t5_is_its_own():
     model = jax.jit(partial(T5.create, config))(jax.random.key(3))
     target = model.replace(params=jax.tree.map(lambda x: 2 * x, model.params))
     inputs, _ = batch([[5, 6, 7, 8, 9, 5, 6, 1], [3, 4, 1], [7, 7, 7, 7, 1]], [[]] * 3, width=8)
-    how = dict(max_new_tokens=40, sampling=GREEDY)
+    config = DecodeConfig(GAMMA, 40, GREEDY)
     keys = row_keys(jax.random.key(0), range(3))
-    plain = plain_generate(target, inputs, keys, **how)
-    output = generate(target, LOOKUP, inputs, keys, gamma=GAMMA, **how)
+    plain = plain_generate(target, inputs, keys, config)
+    output = generate(target, LOOKUP, inputs, keys, config)
     np.testing.assert_array_equal(output.tokens, plain.tokens)
     np.testing.assert_array_equal(output.length, 40)
     assert (np.asarray(output.stats.accepted) > 0).all() and (np.asarray(output.stats.rounds) < 40).all()

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import decoding, generate, plain_generate
+from spec_jax import DecodeConfig, decoding, generate, plain_generate
 from spec_jax.drafters import thrifty
-from spec_jax.drafters.thrifty import Thrifty, best_length, outspoken
+from spec_jax.drafters.base import DraftShape, Outcome, Round
+from spec_jax.drafters.thrifty import Thrifty, best_length, without_thrift
 from spec_jax.runtime import backend
 from spec_jax.runtime.backend import call_lengths
 from spec_jax.sampling import GREEDY, row_keys
@@ -19,43 +20,44 @@ from spec_jax.types import Context, Verification
 
 V, LIMIT = 6, 40
 TARGET = TableModel.random(jax.random.key(0), V, eos_id=V + 1)  # an EOS that is never said
-HOW = dict(max_new_tokens=LIMIT, sampling=GREEDY)
+CONFIG = DecodeConfig(3, LIMIT, GREEDY)
 
 
 def text(first=0):
-    return np.asarray(plain_generate(TARGET, prompts([first]), jax.random.key(0), **HOW).tokens)[0]
+    return np.asarray(plain_generate(TARGET, prompts([first]), jax.random.key(0), CONFIG).tokens)[0]
 
 
 def rows_cost(each):
-    """A toll of `each` for every row but the first."""
+    """A cost of `each` for every row but the first."""
     return lambda rows: each * (rows - 1)
 
 
-def all_or_none(toll):
-    """A toll that a guess of any length has to pay."""
-    return lambda rows: toll * (rows > 1)
+def all_or_none(cost):
+    """A cost that a guess of any length has to pay."""
+    return lambda rows: cost * (rows > 1)
 
 
-def lengths(accepted, toll, rounds=30, gamma=3):
+def lengths(accepted, cost, rounds=30, gamma=3):
     """How long the drafts of a row are of which `accepted` tokens would pass each time."""
-    draft = Thrifty(ScriptedDrafter(jnp.zeros((1, LIMIT), jnp.int32)), toll)
-    state, found = draft.init(prompts([0]), LIMIT), []
-    context = Context(jnp.zeros((1, LIMIT), jnp.int32), jnp.ones((1,), jnp.int32))
+    draft = Thrifty(ScriptedDrafter(jnp.zeros((1, LIMIT), jnp.int32)), cost=cost)
+    state, found = draft.init(None, None, prompts([0]), LIMIT), []
+    one = jnp.ones((1,), jnp.int32)
+    round = Round(Context(jnp.zeros((1, LIMIT), jnp.int32), one, one), None, gamma, GREEDY, V)
     for _ in range(rounds):
-        proposed, state = draft.propose(state, context, None, gamma, GREEDY, V)
+        proposed, state = draft.propose(state, round)
         found.append(int(proposed.length[0]))
         passed = jnp.minimum(proposed.length, accepted)
-        state = draft.update(state, context, Verification(passed, jnp.zeros((1, gamma + 1), jnp.int32)), None)
+        state = draft.update(state, Outcome(None, Verification(passed, None, None, None), None))
     return found
 
 
-def by_the_rule(passing, toll, choices):
+def by_the_rule(passing, cost, choices):
     """The same in Python, of a text; `passing` says of a place how many tokens from it on would pass."""
     place, silent, first, later, found = 0, 0, 0.35, 0.5, []
     while place < LIMIT:
         speed = {0: 1.0}
         for length in choices:
-            speed[length] = (1 + sum(first * later**i for i in range(length))) / (1 + toll(length + 1))
+            speed[length] = (1 + sum(first * later**i for i in range(length))) / (1 + cost(length + 1))
         wanted = max(speed, key=speed.get)
         if not wanted and silent >= 8:
             wanted = choices[0]
@@ -75,12 +77,12 @@ def by_the_rule(passing, toll, choices):
 def test_the_best_length_is_that_of_most_tokens_by_the_time_of_a_call():
     """By 1 + c + c d + c d^2 tokens: none, one, two and three of them are the best of a row each."""
     first, later = jnp.array([0.1, 0.3, 0.5, 0.9, 0.0]), jnp.array([0.9, 0.1, 0.6, 0.9, 0.0])
-    tolls = [0.2, 0.35, 0.6]
-    found = best_length(first, later, [1, 2, 3], tolls)
+    costs = [0.2, 0.35, 0.6]
+    found = best_length(first, later, [1, 2, 3], costs)
     speeds = [[1.1 / 1.2, 1.19 / 1.35, 1.271 / 1.6], [1.3 / 1.2, 1.33 / 1.35, 1.333 / 1.6]]
     speeds += [[1.5 / 1.2, 1.8 / 1.35, 1.98 / 1.6], [1.9 / 1.2, 2.71 / 1.35, 3.439 / 1.6], [0, 0, 0]]
     assert found.tolist() == [int(np.argmax([1, *one])) for one in speeds] == [0, 1, 2, 3, 0]
-    assert best_length(first, later, [3], tolls[2:]).tolist() == [0, 0, 3, 3, 0]
+    assert best_length(first, later, [3], costs[2:]).tolist() == [0, 0, 3, 3, 0]
 
 
 def test_a_draft_that_is_never_right_is_asked_ever_more_seldom():
@@ -92,12 +94,12 @@ def test_a_draft_that_is_never_right_is_asked_ever_more_seldom():
 
 @pytest.mark.parametrize('accepted', [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    'toll', [rows_cost(0.1), rows_cost(0.3), all_or_none(0.35)], ids=['.1', '.3', 'one toll']
+    'cost', [rows_cost(0.1), rows_cost(0.3), all_or_none(0.35)], ids=['.1', '.3', 'one cost']
 )
-def test_lengths_are_those_of_the_rule(accepted, toll):
-    choices = [length for length in call_lengths(3, toll) if length]
-    expected = by_the_rule(lambda place: accepted, toll, choices)
-    assert lengths(accepted, toll, len(expected)) == expected
+def test_lengths_are_those_of_the_rule(accepted, cost):
+    choices = [length for length in call_lengths(3, cost) if length]
+    expected = by_the_rule(lambda place: accepted, cost, choices)
+    assert lengths(accepted, cost, len(expected)) == expected
 
 
 def test_a_draft_that_is_right_grows_to_gamma_and_one_whose_second_token_is_wrong_shrinks_to_one():
@@ -108,9 +110,7 @@ def test_a_draft_that_is_right_grows_to_gamma_and_one_whose_second_token_is_wron
 def test_a_row_alone_is_decoded_as_by_the_plain_program_where_nothing_was_guessed(monkeypatch):
     monkeypatch.setattr(thrifty, '_PATIENCE', 10**6)
     wrong = ScriptedDrafter(jnp.asarray((text() + 1) % V)[None])
-    output = generate(
-        TARGET, Thrifty(wrong, all_or_none(0.6)), prompts([0]), jax.random.key(0), gamma=3, **HOW
-    )
+    output = generate(TARGET, Thrifty(wrong, cost=all_or_none(0.6)), prompts([0]), jax.random.key(0), CONFIG)
     np.testing.assert_array_equal(output.tokens[0], text())
     # .35 + .175 + .0875 pass at first, .52 with .85 of that
     assert output.stats.tested_at.tolist() == [[1, 0, 0]] and output.stats.rounds.tolist() == [LIMIT]
@@ -119,21 +119,21 @@ def test_a_row_alone_is_decoded_as_by_the_plain_program_where_nothing_was_guesse
 @pytest.mark.parametrize(('share', 'spoken_of'), [(0.0, 0.3), (0.3, 0.85), (1.0, 1.0)])
 def test_a_row_speaks_alike_alone_and_among_others(share, spoken_of):
     """`share` of its guesses would pass; it speaks in about `spoken_of` its rounds."""
-    chance, toll = np.random.default_rng(0), rows_cost(0.1)
+    chance, cost = np.random.default_rng(0), rows_cost(0.1)
     texts = np.stack([text(first) for first in range(3)])
     script = np.where(chance.random(texts.shape) < share, texts, (texts + 1) % V)
-    draft = Thrifty(ScriptedDrafter(jnp.asarray(script, jnp.int32)), toll)
-    together = generate(TARGET, draft, prompts([0, 1, 2]), jax.random.key(0), gamma=3, **HOW)
+    draft = Thrifty(ScriptedDrafter(jnp.asarray(script, jnp.int32)), cost=cost)
+    together = generate(TARGET, draft, prompts([0, 1, 2]), jax.random.key(0), CONFIG)
     np.testing.assert_array_equal(together.tokens, texts)
     for row in range(3):
-        alone = generate(TARGET, draft, prompts([row]), jax.random.key(0), gamma=3, **HOW)
+        alone = generate(TARGET, draft, prompts([row]), jax.random.key(0), CONFIG)
         np.testing.assert_array_equal(alone.tokens[0], texts[row])
         for name in ('rounds', 'tested_at', 'accepted'):
             ours, theirs = (getattr(output.stats, name) for output in (alone, together))
             np.testing.assert_array_equal(ours[0], theirs[row], err_msg=name)
     rounds, guessed = np.asarray(together.stats.rounds), np.asarray(together.stats.tested_at)[:, 0]
     expected = [
-        by_the_rule(lambda place, right=right: np.cumprod(right[place:]).sum(), toll, [1, 3])
+        by_the_rule(lambda place, right=right: np.cumprod(right[place:]).sum(), cost, [1, 3])
         for right in script == texts
     ]
     assert rounds.tolist() == [*map(len, expected)]
@@ -147,13 +147,13 @@ class Measured(ModelWrapper):
 
     widths: set = flax.struct.field(pytree_node=False)
 
-    def decode(self, tokens, positions, cache):
-        self.widths.add(tokens.shape[1])
-        return self.model.decode(tokens, positions, cache)
+    def decode(self, block, cache):
+        self.widths.add(block.tokens.shape[1])
+        return self.model.decode(block, cache)
 
 
 @pytest.mark.parametrize(
-    ('toll', 'batch', 'always', 'expected'),
+    ('cost', 'batch', 'always', 'expected'),
     [
         (rows_cost(0.1), 1, False, {1, 2, 3}),
         (all_or_none(0.3), 1, False, {1, 3}),
@@ -161,19 +161,23 @@ class Measured(ModelWrapper):
         (rows_cost(0.1), 2, False, {3}),
         (rows_cost(0.0), 1, False, {3}),
     ],
-    ids=['each row costs time', 'one toll', 'a draft that always guesses', 'a batch', 'rows cost nothing'],
+    ids=['each row costs time', 'one cost', 'a draft that always guesses', 'a batch', 'rows cost nothing'],
 )
-def test_a_call_over_fewer_rows_is_made_where_it_saves_something(toll, batch, always, expected, monkeypatch):
-    monkeypatch.setattr(backend, 'call_lengths', partial(call_lengths, toll=toll))
+def test_a_call_over_fewer_rows_is_made_where_it_saves_something(cost, batch, always, expected, monkeypatch):
+    monkeypatch.setattr(backend, 'call_lengths', partial(call_lengths, cost=cost))
     target, keys = Measured(TARGET, set()), row_keys(jax.random.key(0), range(batch))
     draft = ScriptedDrafter(jnp.zeros((1, LIMIT), jnp.int32))
     if always:
-        monkeypatch.setattr(ScriptedDrafter, 'always_guesses', True, raising=False)
-    state = decoding.prefill(target, draft, prompts([0] * batch), keys, gamma=2, max_new_tokens=LIMIT)
-    jax.eval_shape(partial(decoding.speculative_step, target, draft, gamma=2, **HOW), state)
+        monkeypatch.setattr(
+            ScriptedDrafter, 'shape', lambda self, gamma: DraftShape(gamma, gamma, True, False)
+        )
+    config = DecodeConfig(2, LIMIT, GREEDY)
+    state = decoding.start(target, draft, prompts([0] * batch), keys, config=config)
+    jax.eval_shape(partial(decoding.speculative_step, target, draft, config=config), state)
     assert target.widths == expected
 
 
-def test_outspoken_is_the_draft_itself():
+def test_without_thrift_there_is_the_draft_itself():
     draft = ScriptedDrafter(jnp.zeros((1, 1), jnp.int32))
-    assert outspoken(Thrifty(draft)) is draft and outspoken(draft) is draft and outspoken(None) is None
+    for given, expected in (Thrifty(draft), draft), (draft, draft), (None, None):
+        assert without_thrift(given) is expected

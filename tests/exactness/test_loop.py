@@ -10,17 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spec_jax.decoding import DecodeConfig
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.exactness import audit
 from spec_jax.exactness.checks import Pair, choose, to_inputs
 from spec_jax.exactness.greedy import greedy
 from spec_jax.exactness.sampled import Size, sampled
-from spec_jax.measure.pipeline import Settings
-from spec_jax.sampling import SamplingConfig
+from spec_jax.measure.scoring import score_texts
+from spec_jax.measure.setup import Settings
+from spec_jax.models.base import ModelSpec
+from spec_jax.stats import Stats
 from spec_jax.testing import ScriptedDrafter, TableModel
-from spec_jax.types import Output, Stats
+from spec_jax.types import Output
 
 V, EOS, PAD = 6, 1, 0
+SPEC = ModelSpec(V, (EOS,), PAD)
 SOURCES = [np.array(ids, np.int32) for ids in ([0, 1], [1, 2, 3, 1], [2, 2, 1])]
 SIZE = Size(samples=512, tokens=6, rows=128)
 
@@ -29,7 +33,7 @@ SIZE = Size(samples=512, tokens=6, rows=128)
 def pair():
     target = TableModel.random(jax.random.key(0), V, num_tables=3, eos_id=EOS)
     draft = TableModel.random(jax.random.key(1), V, num_tables=3, eos_id=EOS)
-    settings = Settings(gamma=2, max_new_tokens=8, sampling=SamplingConfig())
+    settings = Settings(DecodeConfig(2, 8))
     return Pair(target, ModelDrafter(draft), settings, 'float32')
 
 
@@ -58,12 +62,10 @@ def test_rescoring_by_hand():
     probs[0, 0], probs[0, 2] = [0.125, 0.25, 0.625], [0.25, 0.5, 0.25]
     target = TableModel.from_probs(probs)
     inputs = to_inputs([np.array([0]), np.array([0])], 1)
-    cache = audit.plain_start(target, inputs, jax.random.split(jax.random.key(0), 2), max_new_tokens=2)
-    tokens = jnp.array([[2, 2], [2, 1]])
-    below, mass, gap = audit.rescore(target, cache.target_cache, tokens, sampling=SamplingConfig())
-    np.testing.assert_allclose(below, [[0, 0.75], [0, 0]], atol=1e-6)
-    np.testing.assert_allclose(mass, [[0.625, 0.25], [0.625, 0.5]], atol=1e-6)
-    np.testing.assert_allclose(gap, [[0, np.log(2)], [0, 0]], atol=1e-6)
+    scores = score_texts(target, inputs.tokens, inputs.mask, jnp.array([[2, 2], [2, 1]]))
+    np.testing.assert_allclose(scores.below, [[0, 0.75], [0, 0]], atol=1e-6)
+    np.testing.assert_allclose(scores.mass, [[0.625, 0.25], [0.625, 0.5]], atol=1e-6)
+    np.testing.assert_allclose(scores.gap, [[0, np.log(2)], [0, 0]], atol=1e-6)
 
 
 def output(tokens, length, rounds, tested_at, accepted, histogram, emitted, calls):
@@ -95,7 +97,7 @@ WRONG = {
 
 
 def test_right_counts_are_let_pass():
-    np.testing.assert_array_equal(audit.miscounted(output(**RIGHT), EOS, PAD), False)
+    np.testing.assert_array_equal(audit.miscounted(output(**RIGHT), SPEC), False)
 
 
 @pytest.mark.parametrize('name', WRONG)
@@ -103,7 +105,7 @@ def test_each_wrong_count_is_seen_in_its_row(name):
     field, row, value = WRONG[name]
     changed = [*RIGHT[field]]
     changed[row] = value
-    wrong = audit.miscounted(output(**RIGHT | {field: changed}), EOS, PAD)
+    wrong = audit.miscounted(output(**RIGHT | {field: changed}), SPEC)
     np.testing.assert_array_equal(wrong, np.arange(4) == row)
 
 
@@ -117,7 +119,7 @@ def test_counts_are_those_that_the_trace_adds_up_to():
         total=zeros,
         outside=zeros > 0,
         num_accepted=np.array([[2], [1]]),
-        end=np.array([[4], [5]]),
+        end=np.array([[3], [4]]),
     )
     right = dict(
         rounds=[2],

@@ -9,11 +9,11 @@ from spec_jax.exactness.statistics import (
     FAILS_BELOW,
     _cells,
     balance,
-    cumulative_place,
     detectable,
     two_sample,
     uniform,
 )
+from spec_jax.measure.scoring import cumulative_place
 
 
 def test_places_run_from_the_likeliest_token_and_ties_by_id():

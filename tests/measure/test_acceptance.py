@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.decoding import plain_generate
+from spec_jax.decoding import DecodeConfig, plain_generate
+from spec_jax.drafters.base import DraftShape
 from spec_jax.drafters.model import ModelDrafter
-from spec_jax.measure import acceptance, pipeline
+from spec_jax.measure import acceptance, runs, setup
 from spec_jax.run.journal import Journal
 from spec_jax.sampling import GREEDY, SamplingConfig, row_keys
 from spec_jax.testing import NanAt, ScriptedDrafter, TableModel, prompts
@@ -42,7 +43,7 @@ CLOSE = OTHER.replace(table=TARGET.table + 0.5 * OTHER.table)
 
 
 def texts_of(target, sampling, inputs=ALL, keys=KEYS):
-    output = plain_generate(target, inputs, keys, max_new_tokens=LIMIT, sampling=sampling)
+    output = plain_generate(target, inputs, keys, DecodeConfig(0, LIMIT, sampling))
     return output.tokens, output.length
 
 
@@ -212,7 +213,10 @@ class Notebook:
 
     target: TableModel
 
-    def init(self, inputs, num_slots):
+    def shape(self, gamma):
+        return DraftShape(gamma, gamma, deterministic=True)
+
+    def init(self, target, prefill, inputs, num_slots):
         batch = inputs.tokens.shape[0]
         return dict(
             told=jnp.zeros((batch, num_slots + 1), jnp.int32),
@@ -221,7 +225,8 @@ class Notebook:
             sound=jnp.ones((batch,), bool),
         )
 
-    def propose(self, state, context, keys, gamma, sampling, vocab_size):
+    def propose(self, state, round):
+        context = round.context
         behind = jnp.arange(state['told'].shape[1]) >= context.length[:, None]
         unseen = jnp.where(behind, context.tokens, 0).max(-1) == 0  # nothing of the text to come
         same = (behind | (context.tokens == state['told'])).all(-1)
@@ -229,7 +234,8 @@ class Notebook:
         token = jnp.where(unseen & same & state['sound'], 2, -1)[:, None]
         return Draft(token, None, jnp.ones_like(context.length)), state
 
-    def update(self, state, context, verified, hidden):
+    def update(self, state, outcome):
+        hidden, verified = outcome.hidden, outcome.verification
         at, told, row = state['round'] + 1, state['told'], state['row']
         before, newest = told[:, jnp.maximum(at - 2, 0)], told[:, at - 1]
         # A table's hidden states are its logits: behind the newest token, then behind the guess.
@@ -281,7 +287,7 @@ def test_texts_and_leniences_that_do_not_fit_are_refused():
 
 # --- lines --------------------------------------------------------------------------------------------------
 
-SETTINGS = pipeline.Settings(gamma=1, max_new_tokens=LIMIT, sampling=SAMPLED, batch_size=ROWS)
+SETTINGS = setup.Settings(DecodeConfig(1, LIMIT, SAMPLED), batch_size=ROWS)
 # The second line is empty; the others read table 2, 3, ... by their first token.
 SOURCES = [np.array([row, EOS], np.int32) if row != 1 else np.array([EOS], np.int32) for row in range(20)]
 
@@ -290,8 +296,8 @@ def test_texts_are_the_first_lines_that_give_enough_tokens(monkeypatch):
     monkeypatch.setattr(acceptance, '_BATCHES_AT_ONCE', 1)
     everything = acceptance.target_texts(TARGET, SOURCES, SETTINGS, 0)
     assert list(everything) == [0, *range(2, 20)]
-    program = pipeline.plain_program(TARGET, SETTINGS)
-    decoded = pipeline.decode_lines(SOURCES, SETTINGS, program).ids
+    program = runs.plain_program(TARGET, SETTINGS)
+    decoded = runs.decode_lines(SOURCES, SETTINGS, program).ids
     for line, ids in everything.items():
         np.testing.assert_array_equal(ids, decoded[line])
     counts = np.cumsum([len(ids) for ids in everything.values()])

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from spec_jax import analysis
+from spec_jax.decoding import DecodeConfig
 from spec_jax.drafters.model import ModelDrafter
-from spec_jax.measure import auto_gamma, pipeline
+from spec_jax.measure import auto_gamma, setup
 from spec_jax.measure.auto_gamma import PROBE
 from spec_jax.models.t5 import T5, T5Config
 from spec_jax.sampling import SamplingConfig
@@ -69,10 +70,8 @@ def test_measured_and_kept(tmp_path):
     target = T5.create(T5Config(**sizes, num_encoder_layers=1, num_decoder_layers=1), jax.random.key(0))
     sources = [np.arange(2, 2 + size, dtype=np.int32) for size in (5, 7, 0, 3)]
     sources[2] = np.ones(1, np.int32)  # an empty line
-    settings = pipeline.Settings(
-        gamma=4, max_new_tokens=10, sampling=SamplingConfig(0.0), max_source_length=16
-    )
-    job = pipeline.Job([], sources, 0, None, target, settings)
+    settings = setup.Settings(DecodeConfig(4, 10, SamplingConfig(0.0)), max_source_length=16)
+    job = setup.Job([], sources, 0, None, target, settings)
     path = tmp_path / 'gamma.jsonl'
     gamma, told, figures = auto_gamma.settle(job, ModelDrafter(target), path, dict(a=1))
     assert figures['alpha'] == pytest.approx(1, abs=1e-6) and figures['tested'] > 0

@@ -7,15 +7,16 @@ import jax
 import numpy as np
 import pytest
 
+from spec_jax.decoding import DecodeConfig
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.drafters.prompt_lookup import PromptLookup
-from spec_jax.measure import benchmark, benchmark_report, pipeline
+from spec_jax.measure import benchmark, benchmark_report, runs, setup
 from spec_jax.measure.benchmark import Cell
 from spec_jax.models.t5 import T5, T5Config
 from spec_jax.run.journal import Journal
 from spec_jax.sampling import GREEDY
+from spec_jax.stats import Stats
 from spec_jax.text.data import Example
-from spec_jax.types import Stats
 
 BASE = Cell('model', 0.0, 4, 1)
 LISTS = ['model', 'bigram'], [0.0, 1.0], [2, 4], [1, 8]
@@ -118,7 +119,7 @@ def test_acceptance_by_place_that_no_round_came_to():
 
 def decoded(seconds, tokens):
     parts = [stats([1, 0], [[1], [0]], [[1, 0], [0, 0]], emitted=[count, 0]) for count in tokens]
-    return pipeline.Decoded([], None, sum(seconds), 0.0, 0.0, list(seconds), parts)
+    return runs.Decoded([], None, sum(seconds), 0.0, 0.0, list(seconds), parts)
 
 
 def test_speedup_interval_draws_both_times_of_a_batch_together():
@@ -139,7 +140,7 @@ def test_fillers_and_prompts_without_a_draft_are_left_out():
         stats([2, 0], [[2], [0]], [[1, 1], [0, 0]]),
         stats([3, 5], [[4], [0]], [[1, 2], [5, 0]]),
     ]
-    rows = benchmark.rows_of(pipeline.Decoded([], None, batch_stats=parts))
+    rows = benchmark.rows_of(runs.Decoded([], None, batch_stats=parts))
     assert rows.rounds.tolist() == [2, 3, 5] and rows.histogram.tolist() == [[1, 1], [1, 2], [5, 0]]
     assert benchmark.alpha_interval(rows) == pytest.approx((0.5, 0.5))
     assert benchmark.alpha_interval(stats([1], [[0]], [[1, 0]])) == (None, None)
@@ -168,8 +169,8 @@ def job():
         np.append(rng.integers(2, 40, size), 1).astype(np.int32) for size in (5, 2, 0, 9, 4, 3, 7, 2, 6, 8)
     ]
     examples = [Example('a', 'b') for _ in sources]
-    settings = pipeline.Settings(gamma=1, max_new_tokens=9, sampling=GREEDY, max_source_length=16)
-    return pipeline.Job(examples, sources, 0, Tokenizer(), T5.create(CONFIG, jax.random.key(0)), settings)
+    settings = setup.Settings(DecodeConfig(1, 9, GREEDY), max_source_length=16)
+    return setup.Job(examples, sources, 0, Tokenizer(), T5.create(CONFIG, jax.random.key(0)), settings)
 
 
 def test_a_target_that_drafts_for_itself_is_always_accepted(job):
@@ -209,10 +210,10 @@ def test_operations_are_those_of_models_that_count_them(job):
 def test_counts_by_batch_add_up_to_those_of_all_and_to_the_ids(job):
     settings = Cell('x', 0.0, 2, 2).settings(job.settings)  # 9 prompts and a filler
     programs = dict(
-        plain=pipeline.plain_program(job.target, settings),
-        speculative=pipeline.speculative_program(job.target, ModelDrafter(job.target), settings),
+        plain=runs.plain_program(job.target, settings),
+        speculative=runs.speculative_program(job.target, ModelDrafter(job.target), settings),
     )
-    for result in pipeline.compare(job.sources, settings, programs, repeats=1).values():
+    for result in runs.compare(job.sources, settings, programs, repeats=1).values():
         assert len(result.batch_seconds) == len(result.batch_stats) == 5
         assert sum(result.batch_seconds) == pytest.approx(result.seconds)
         emitted = np.concatenate([part.emitted for part in result.batch_stats])

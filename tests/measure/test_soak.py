@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spec_jax.decoding import DecodeConfig
 from spec_jax.drafters.model import ModelDrafter
-from spec_jax.measure import pipeline, soak
+from spec_jax.measure import runs, setup, soak
 from spec_jax.sampling import SamplingConfig
 from spec_jax.testing import TableModel
 
-SETTINGS = pipeline.Settings(
-    gamma=2, max_new_tokens=5, sampling=SamplingConfig(), batch_size=2, max_source_length=24
-)
+SETTINGS = setup.Settings(DecodeConfig(2, 5, SamplingConfig()), batch_size=2, max_source_length=24)
 SOURCES = [np.array(ids, np.int32) for ids in ([5, 6, 7, 1], [1], [8, 9, 1])]
 WIDTHS, PASS = (16, 24), 8  # two batches of two rows, of each width
 BOUND = 16  # MB
@@ -25,7 +24,7 @@ BOUND = 16  # MB
 @pytest.fixture(scope='module')
 def program():
     target, draft = (TableModel.random(jax.random.key(seed), vocab_size=12, eos_id=1) for seed in (0, 1))
-    return pipeline.speculative_program(target, ModelDrafter(draft), SETTINGS)
+    return runs.speculative_program(target, ModelDrafter(draft), SETTINGS)
 
 
 def soaked(program, prompts=10 * PASS, **how):
@@ -42,7 +41,7 @@ def test_a_pass_has_every_width_twice_and_an_empty_line():
         lengths = [len(ids) for ids in prompts]
         assert lengths[0] == 1 and all(2 <= one <= 16 for one in lengths[2::2])
         assert all(17 <= one <= 24 for one in lengths[1::2])
-        widths = [inputs.tokens.shape for _, inputs, _ in pipeline.batches(prompts, SETTINGS)]
+        widths = [inputs.tokens.shape for _, inputs, _ in runs.batches(prompts, SETTINGS)]
         assert widths == [(2, 16)] * 2 + [(2, 24)] * 2
     text = np.concatenate([ids[:-1] for prompts in passes for ids in prompts])
     np.testing.assert_array_equal(text, np.resize([5, 6, 7, 8, 9], len(text)))

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spec_jax.models import layers
-from spec_jax.models.layers import MLP, Attention, RMSNorm, einsum
+from spec_jax.models.layers import MLP, Attention, RMSNorm
+from spec_jax.runtime import products
+from spec_jax.runtime.products import einsum
 
 # Every spec that the models use, with sizes by letter.
 SPECS = [
@@ -126,14 +127,14 @@ def test_one_product_for_query_key_and_value_gives_what_three_give():
 
 @pytest.mark.parametrize('number, columns', [(1, 24), (1, 31), (2, 12), (3, 9)])
 def test_a_weight_in_panels_projects_as_it_did(monkeypatch, number, columns):
-    monkeypatch.setattr(layers, 'panels', lambda *_: (number, columns))
+    monkeypatch.setattr(products, 'panels', lambda *_: (number, columns))
     rng = np.random.default_rng(0)
     x, weight = rng.normal(size=(2, 3, 5)), rng.normal(size=(5, 3, 2, 4))
-    laid_out = layers.to_panels(jnp.asarray(weight, jnp.float32))
+    laid_out = products.to_panels(jnp.asarray(weight, jnp.float32))
     assert laid_out.shape == (number, 5, columns)
     expected = np.einsum('btd,dchk->btchk', x, weight)
     for form in jnp.asarray(weight, jnp.float32), laid_out:
-        ours = layers.project('btd,dchk->btchk', jnp.asarray(x, jnp.float32), form, (3, 2, 4))
+        ours = products.project('btd,dchk->btchk', jnp.asarray(x, jnp.float32), form, (3, 2, 4))
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -145,7 +146,7 @@ def test_attention_is_the_same_row_by_row_and_all_at_once(monkeypatch, batch, ro
     given = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
     found = []
     for row_by_row in False, True:
-        monkeypatch.setattr(layers, 'better_row_by_row', lambda _, answer=row_by_row: answer)
+        monkeypatch.setattr(products, 'better_row_by_row', lambda _, answer=row_by_row: answer)
         found.append(layer.attend(*given))
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
     traced = str(jax.make_jaxpr(layer.attend)(*given))
@@ -157,7 +158,7 @@ def test_rows_that_fill_up_the_feed_forward_block_do_not_come_out(monkeypatch, b
     layer = MLP(6, 10, gated=True, activation=jax.nn.gelu, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(batch, 4, 6)), jnp.float32)
     expected = layer(x)
-    monkeypatch.setattr(layers, 'filled_rows', lambda rows, size: rows + 3)
+    monkeypatch.setattr(products, 'filled_rows', lambda rows, size: rows + 3)
     np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-6)
     assert layer(x).shape == x.shape
     assert ('f32[1,7,10]' in str(jax.make_jaxpr(layer)(x))) == (batch == 1)

@@ -16,7 +16,7 @@ from spec_jax.models import t5_orbax
 from spec_jax.models.load import describe, load_model
 from spec_jax.models.t5_weights import load_t5
 from spec_jax.runtime.backend import tracing_for
-from spec_jax.types import Inputs
+from spec_jax.types import Block, Inputs
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
 
@@ -36,7 +36,8 @@ def folder(request, tmp_path):
 def logits(model, inputs, tokens):
     """Of a few tokens after a prompt, as the decoding loop asks for them."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return model.logits(model.decode(tokens, positions, model.encode(inputs, tokens.shape[1]))[0])
+    cache = model.prefill(inputs, tokens.shape[1]).cache
+    return model.logits(model.decode(Block(tokens, positions), cache)[0])
 
 
 @pytest.mark.parametrize('dtype', ['float32', jnp.bfloat16])
@@ -82,7 +83,7 @@ def test_a_revision_of_the_hub_is_asked_for(monkeypatch):
         return str(GOLDEN / 'v1_1')
 
     monkeypatch.setattr('huggingface_hub.snapshot_download', snapshot_download)
-    assert load_model('google/t5-tiny', revision='v2').vocab_size == 32
+    assert load_model('google/t5-tiny', revision='v2').spec.vocab_size == 32
     assert asked == [('google/t5-tiny', 'v2')]
 
 

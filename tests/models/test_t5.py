@@ -1,6 +1,7 @@
 """T5 against transformers (golden arrays, and live where torch is), and its cache against teacher forcing."""
 
 import pathlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,23 +9,30 @@ import make_golden
 import numpy as np
 import pytest
 
+from spec_jax.models.base import draft_block
 from spec_jax.models.t5 import T5, T5Config, dropout, relative_bucket
 from spec_jax.models.t5_weights import load_t5
-from spec_jax.types import Inputs
+from spec_jax.types import Block, Context, Draft, Inputs
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
 FAMILIES = ['v1_0', 'v1_1']
 JUNK = 1e4  # large, so that a stale slot that leaks is seen
 
 forward = jax.jit(T5.forward)
-encode = jax.jit(T5.encode, static_argnums=2)
+
+
+@partial(jax.jit, static_argnums=2)
+def encode(model, inputs, num_tokens):
+    """The cache after the source, with room for so many tokens."""
+    return model.prefill(inputs, num_tokens).cache
 
 
 @jax.jit
 def decode(model, tokens, positions, cache):
-    """Logits [B, T, V] and the cache."""
-    hidden, cache = model.decode(tokens, positions, cache)
-    return model.logits(hidden), cache
+    """Logits [B, T, V] of tokens at `positions`, and the cache with all up to the last kept."""
+    cache = model.keep(cache, None, positions[:, 0])
+    hidden, _, cache = model.decode(Block(tokens, positions), cache)
+    return model.logits(hidden), model.keep(cache, None, positions[:, -1] + 1)
 
 
 @pytest.fixture(scope='module')
@@ -45,15 +53,14 @@ def log_probs(logits):
 
 
 def poison(cache):
-    """Fills every slot at and behind a row's length with junk."""
-    own = cache.own
-    stale = jnp.arange(own.num_slots) >= own.length[:, None]  # [B, L]
+    """Fills the filler's slot and every stale one with junk."""
+    own, slot = cache.own, jnp.arange(cache.own.num_slots)
+    stale = (slot == 0) | (slot > own.length[:, None])  # [B, L]
     fill = lambda stale, array: jnp.where(stale, JUNK, array)  # noqa: E731
     return cache.replace(
         own=own.replace(
             keys=tuple(fill(stale[:, None, None, :], array) for array in own.keys),
             values=tuple(fill(stale[:, None, :, None], array) for array in own.values),
-            positions=jnp.where(stale, 3, own.positions),
         )
     )
 
@@ -158,7 +165,7 @@ def test_blocks_at_uneven_offsets_equal_teacher_forcing(models, family, copies):
             rtol=1e-5,
         )
         length = length + keep
-        cache = poison(model.rollback(cache, length))
+        cache = poison(model.keep(cache, None, length))
         np.testing.assert_array_equal(cache.own.length, length)
     assert length.min() >= 19  # positions whose bucket is no longer their distance
 
@@ -179,7 +186,6 @@ def test_a_window_of_two_that_rewrites_one_slot_equals_teacher_forcing(models):
     expected = forward(model, inputs, tokens)
     _, cache = decode(model, tokens[:, :1], jnp.zeros((3, 1), jnp.int32), encode(model, inputs, 24))
     for i in range(1, 12):
-        cache = model.rollback(cache, jnp.full(3, i - 1))
         logits, cache = decode(
             model, tokens[:, i - 1 : i + 1], jnp.tile(jnp.array([i - 1, i]), (3, 1)), cache
         )
@@ -197,11 +203,47 @@ def test_a_filler_at_position_minus_one_is_never_seen(models):
         assert np.isfinite(logits).all()
         np.testing.assert_allclose(logits[:, 1:], expected[:, :4], atol=1e-5, rtol=1e-5)
 
-        cache = poison(model.rollback(cache, jnp.array([2, 5, 4])))  # slots, the filler's among them
-        positions = cache.own.length[:, None] - 1 + jnp.arange(5)
+        cache = poison(model.keep(cache, None, jnp.array([1, 4, 3])))
+        positions = cache.own.length[:, None] + jnp.arange(5)
         logits, _ = decode(model, jnp.take_along_axis(tokens, positions, 1), positions, cache)
         later = np.take_along_axis(np.asarray(expected), np.asarray(positions)[..., None], 1)
         np.testing.assert_allclose(logits, later, atol=1e-5, rtol=1e-5)
+
+
+def test_features_are_the_outputs_of_the_layers_asked_for(models):
+    """That of the last layer, normed, is the hidden state; without a request there are none."""
+    model = models['v1_1']
+    inputs, tokens, _ = golden_example('v1_1')
+    asked = model.replace(feature_layers=(0, 1))
+    assert asked.spec.feature_layers == (0, 1) and model.spec.feature_layers == ()
+    block = Block(tokens[:, :5], jnp.tile(jnp.arange(5), (3, 1)))
+    hidden, features, _ = asked.decode(block, encode(asked, inputs, 9))
+    assert features.shape == (3, 5, 2 * 16) and model.decode(block, encode(model, inputs, 9))[1] is None
+    np.testing.assert_allclose(model.module.decoder_norm(features[:, :, 16:]), hidden, atol=1e-6)
+    assert np.abs(features[:, :, :16] - features[:, :, 16:]).min(axis=(0, 1)).max() > 1e-3
+
+
+def test_a_tree_in_a_block_gives_each_path_what_it_gives_alone(models):
+    """Two branches after two tokens; then the second branch is kept, and its next token read."""
+    model = models['v1_1']
+    inputs, tokens, _ = golden_example('v1_1')
+    _, cache = decode(model, tokens[:, :2], jnp.tile(jnp.arange(2), (3, 1)), encode(model, inputs, 20))
+    branches = np.array([[7, 9, 4], [11, 3, 5]])
+    draft = Draft(
+        jnp.tile(jnp.asarray(branches.T.ravel()), (3, 1)), None, jnp.full(3, 6), parents=(-1, -1, 0, 1, 2, 3)
+    )
+    context = Context(jnp.pad(tokens[:, :3], ((0, 0), (0, 9))), jnp.ones(3, jnp.int32), jnp.full(3, 3))
+    hidden, _, read = model.decode(draft_block(context, draft), cache)
+    logits = model.logits(hidden)
+    for branch in (0, 1):
+        text = jnp.concatenate([tokens[:, :3], jnp.tile(jnp.asarray(branches[branch]), (3, 1))], axis=1)
+        expected = forward(model, inputs, text)[:, 2:]
+        path = np.array([0, 1 + branch, 3 + branch, 5 + branch])
+        np.testing.assert_allclose(logits[:, path], expected, atol=1e-5, rtol=1e-5)
+    kept = poison(model.keep(read, jnp.tile(jnp.array([2, 4, 6, 0]), (3, 1)), jnp.full(3, 6)))
+    following, _ = decode(model, jnp.full((3, 1), 8), jnp.full((3, 1), 6), kept)
+    text = jnp.concatenate([text, jnp.full((3, 1), 8)], axis=1)
+    np.testing.assert_allclose(following[:, 0], forward(model, inputs, text)[:, -1], atol=1e-5, rtol=1e-5)
 
 
 def test_cross_attention_is_projected_once(models):

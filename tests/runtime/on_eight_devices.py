@@ -19,14 +19,15 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from spec_jax.decoding import _generate
+from spec_jax.decoding import DecodeConfig, _generate
 from spec_jax.drafters.model import ModelDrafter
-from spec_jax.measure import pipeline
+from spec_jax.measure import runs, setup
 from spec_jax.models.load import load_model
 from spec_jax.models.t5 import PARTITION_RULES, T5, T5Config
 from spec_jax.models.t5_weights import load_t5, save_t5
 from spec_jax.runtime import sharding
 from spec_jax.sampling import GREEDY, SamplingConfig
+from spec_jax.types import Block
 
 CONFIG = T5Config(
     vocab_size=64,
@@ -41,9 +42,7 @@ CONFIG = T5Config(
 )
 NUCLEUS = SamplingConfig(temperature=1.0, top_p=0.9)
 NEW_TOKENS = 16
-SETTINGS = pipeline.Settings(
-    gamma=2, max_new_tokens=NEW_TOKENS, sampling=GREEDY, batch_size=8, max_source_length=16
-)
+SETTINGS = setup.Settings(DecodeConfig(2, NEW_TOKENS, GREEDY), batch_size=8, max_source_length=16)
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +79,8 @@ def sources():
 
 def decoded(sampling, batch_size, data=1, model=1):
     sharding.use_mesh(data, model)
-    settings = dataclasses.replace(SETTINGS, sampling=sampling, batch_size=batch_size)
-    return pipeline.decode_lines(sources(), settings, pipeline.speculative_program(*pair(), settings))
+    settings = dataclasses.replace(SETTINGS.decoding(sampling=sampling), batch_size=batch_size)
+    return runs.decode_lines(sources(), settings, runs.speculative_program(*pair(), settings))
 
 
 @functools.cache
@@ -106,9 +105,9 @@ def test_rounds_differ_among_rows_and_no_two_texts_are_alike(sampling):
 
 def test_no_greedy_choice_is_a_near_tie():
     target, _ = pair()
-    ((batch, inputs, _),) = pipeline.batches(sources(), SETTINGS)
+    ((batch, inputs, _),) = runs.batches(sources(), SETTINGS)
     texts = [on_one_device(GREEDY).ids[max(line, 0)] for line in batch.rows]
-    tokens = jnp.pad(jnp.asarray(np.stack(texts))[:, :-1], ((0, 0), (1, 0)), constant_values=target.start_id)
+    tokens = jnp.pad(jnp.asarray(np.stack(texts))[:, :-1], ((0, 0), (1, 0)), constant_values=CONFIG.start_id)
     best = jax.lax.top_k(scores(target, inputs, tokens), 2)[0]  # [B, T, 2]
     assert (best[..., 0] - best[..., 1]).min() > 1e-4
 
@@ -116,7 +115,8 @@ def test_no_greedy_choice_is_a_near_tie():
 @jax.jit
 def scores(target, inputs, tokens):
     positions = jnp.broadcast_to(jnp.arange(NEW_TOKENS), tokens.shape)
-    return target.logits(target.decode(tokens, positions, target.encode(inputs, NEW_TOKENS))[0])
+    cache = target.prefill(inputs, NEW_TOKENS).cache
+    return target.logits(target.decode(Block(tokens, positions), cache)[0])
 
 
 MESHES = [(1, 8), (2, 4), (8, 1)]
@@ -131,18 +131,17 @@ def test_caches_are_split_by_row_and_head_no_weight_travels_and_greedy_ids_are_t
     """Every array of a cache's shape is a part, and what devices exchange is smaller than any part of a weight."""
     sharding.use_mesh(data=2, model=4)
     target, drafter = pair()
-    ((batch, inputs, keys),) = pipeline.batches(sources(), SETTINGS)
-    how = dict(gamma=2, max_new_tokens=NEW_TOKENS, sampling=GREEDY, lenience=1.0)
-    compiled = _generate.lower(target, drafter, inputs, keys, **how).compile()
-    slots = '(16|20|21)'  # of the source; of the target's cache and the draft's
+    ((batch, inputs, keys),) = runs.batches(sources(), SETTINGS)
+    compiled = _generate.lower(target, drafter, inputs, keys, config=SETTINGS.decode).compile()
+    slots = '(16|22)'  # of the source; of both caches
     arrays = set(re.findall(r'f32\[([\d,]+)\]', compiled.as_text()))
     caches = {one for one in arrays if re.fullmatch(rf'\d+,\d+,(8,{slots}|{slots},8)', one)}
-    assert caches == {f'4,2,{form}' for n in (16, 20, 21) for form in (f'8,{n}', f'{n},8')}
+    assert caches == {f'4,2,{form}' for n in (16, 22) for form in (f'8,{n}', f'{n},8')}
     exchanged = collectives(compiled.as_text())
     assert set(exchanged) == {'all-reduce'}
     assert exchanged['all-reduce'] == 4 * 3 * 48 < min(parts(target) | parts(drafter.model))  # [B, T, D]
     output = compiled(target, drafter, inputs, keys)
-    for line, ids in pipeline.ids_by_line(batch, output).items():
+    for line, ids in runs.ids_by_line(batch, output).items():
         np.testing.assert_array_equal(ids, on_one_device(GREEDY).ids[line])
 
 
@@ -164,9 +163,9 @@ def test_whatever_mesh_and_batch(data, model, batch_size, sampling):
 @pytest.mark.parametrize('data, model', MESHES)
 def test_plain_decoding_neither(data, model):
     sharding.use_mesh(data, model)
-    program = pipeline.plain_program(pair()[0], SETTINGS)
+    program = runs.plain_program(pair()[0], SETTINGS)
     for ours, theirs in zip(
-        on_one_device(GREEDY).ids, pipeline.decode_lines(sources(), SETTINGS, program).ids, strict=True
+        on_one_device(GREEDY).ids, runs.decode_lines(sources(), SETTINGS, program).ids, strict=True
     ):
         np.testing.assert_array_equal(ours, theirs)
 

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.decoding import _generate, _plain_generate
+from spec_jax.decoding import DecodeConfig, _generate
+from spec_jax.drafters.base import NoDrafter
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.drafters.prompt_lookup import PromptLookup
 from spec_jax.drafters.thrifty import Thrifty
 from spec_jax.models.t5 import T5, T5Config
 from spec_jax.runtime import backend
-from spec_jax.sampling import SamplingConfig, row_keys
+from spec_jax.sampling import GREEDY, row_keys
 from spec_jax.types import Inputs
 
 # Options that undo what conftest.py does to compile quickly.
@@ -74,9 +75,9 @@ def test_rows_of_a_panel_are_an_odd_number_of_cache_lines(columns, itemsize, exp
     ('gamma', 'expected'), [(1, (0, 1)), (2, (0, 2)), (3, (0, 2, 3)), (4, (0, 2, 4)), (7, (0, 2, 5, 7))]
 )
 def test_calls_have_lengths_of_which_each_costs_a_third_less_than_the_next(gamma, expected):
-    """Of tolls of .1, .15, .25, .35, .35, .7, .7 for two rows and more."""
-    toll = dict(enumerate((0, 0.1, 0.15, 0.25, 0.35, 0.35, 0.7, 0.7), start=1)).get
-    assert backend.call_lengths(gamma, toll) == expected
+    """Of costs of .1, .15, .25, .35, .35, .7, .7 for two rows and more."""
+    cost = dict(enumerate((0, 0.1, 0.15, 0.25, 0.35, 0.35, 0.7, 0.7), start=1)).get
+    assert backend.call_lengths(gamma, cost) == expected
     assert backend.call_lengths(gamma, lambda rows: 0.0) == (gamma,)
     with backend.tracing_for('tpu'):
         assert backend.call_lengths(gamma) == (gamma,)
@@ -119,9 +120,9 @@ def loop_copies(text: str) -> list[str]:
 @pytest.mark.parametrize('gamma', [1, 4])
 def test_no_cache_and_no_weight_is_copied_in_the_loop(example, gamma):
     target, drafter, inputs, keys = example
-    how = dict(max_new_tokens=120, sampling=SamplingConfig(temperature=0.0))
-    plain = _plain_generate.lower(target, inputs, keys, **how)
-    speculative = _generate.lower(target, drafter, inputs, keys, gamma=gamma, lenience=1.0, **how)
+    config = DecodeConfig(gamma, 120, GREEDY)
+    plain = _generate.lower(target, NoDrafter(), inputs, keys, config=config)
+    speculative = _generate.lower(target, drafter, inputs, keys, config=config)
     assert loop_copies(plain.compile(AS_USERS).as_text()) == []
     assert loop_copies(speculative.compile(AS_USERS).as_text()) == []
 
@@ -142,9 +143,12 @@ def products(text: str) -> dict[str, int]:
 def test_nor_where_a_round_without_a_guess_is_a_call_over_one_row(example):
     """And such a round has nothing of the other kind's: XLA hoists out of a loop what is the same in each pass."""
     target, _, inputs, keys = example
-    how = dict(gamma=4, max_new_tokens=120, sampling=SamplingConfig(temperature=0.0), lenience=1.0)
     drafter = Thrifty(PromptLookup())
-    compiled = _generate.lower(target, drafter, inputs, keys, **how).compile(AS_USERS).as_text()
+    compiled = (
+        _generate.lower(target, drafter, inputs, keys, config=DecodeConfig(4, 120, GREEDY))
+        .compile(AS_USERS)
+        .as_text()
+    )
     assert loop_copies(compiled) == []
     entry = re.search(r'^ENTRY .*?^\}', compiled, re.M | re.S)[0]
     (outer,) = re.findall(r' while\(.*body=%?([\w.\-]+)', entry)

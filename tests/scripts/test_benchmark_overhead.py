@@ -79,7 +79,7 @@ def test_an_oracle_is_right_at_the_rate_asked_and_otherwise_wrong_within_the_voc
     outputs = [np.random.default_rng(row).integers(0, 7, 900).astype(np.int32) for row in range(3)]
     right = []
     for rate in (0.0, 0.3, 0.6, 1.0):
-        oracle = overhead.make_oracle(SOURCES, outputs, rate, vocab_size=7, length=1000)
+        oracle = overhead.make_oracle(SOURCES, outputs, rate, vocab_size=7, length=1000, pad_id=0)
         tokens = np.asarray(oracle.script.tokens)
         assert tokens.shape == (3, 1000) and tokens.min() >= 0 and tokens.max() < 7
         right.append(tokens[:, :900] == np.stack(outputs))
@@ -90,7 +90,7 @@ def test_an_oracle_is_right_at_the_rate_asked_and_otherwise_wrong_within_the_voc
 
 @pytest.mark.parametrize('width', [3, 4, 6])
 def test_an_oracle_knows_a_source_in_any_batch_of_any_width(width):
-    oracle = overhead.make_oracle(SOURCES, [[1], [1], [1]], 1.0, vocab_size=7, length=2)
+    oracle = overhead.make_oracle(SOURCES, [[1], [1], [1]], 1.0, vocab_size=7, length=2, pad_id=0)
     order = [row for row in (2, 1, 0, 2) if len(SOURCES[row]) <= width]
     tokens = np.stack([np.pad(SOURCES[row], (0, width - len(SOURCES[row]))) for row in order])
     np.testing.assert_array_equal(oracle.init(Inputs(tokens, tokens > 0), 0), order)

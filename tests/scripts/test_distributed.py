@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 from tiny import LINES, PAIR, ROOT, assert_refused, runner, save_models
 
-from spec_jax.measure import pipeline
+from spec_jax.measure import runs, setup
 from spec_jax.run.journal import Journal
 
 
@@ -117,11 +117,11 @@ def test_weights_over_processes_and_a_run_that_was_stopped(world, alone):
 
     config = json.loads((workdir / 'report.json').read_text())['config']
     one_device = ConfigDict(config | dict(mesh=dict(data=1, model=1)))
-    job = pipeline.load(one_device, pipeline.settings_from(one_device))
+    job = setup.load(one_device, setup.settings_from(one_device))
     counts = dict(
         rounds=1, tested_at=[1, 1], accepted=2, histogram=[0, 0, 1], overlap=2.0, emitted=3, calls=[0, 0, 1]
     )
-    run = dict(config=config, sources=pipeline.checksum(job.sources), counts=pipeline.STATS)
+    run = dict(config=config, sources=setup.checksum(job.sources), counts=runs.STATS)
     Journal.open(workdir / 'unfinished.jsonl', run).add([1], [dict(ids=[3, 4, 5], **counts)])
     first, second = run_together(world, workdir, *how)
     assert first[0] == second[0] == 0, first[2] + second[2]

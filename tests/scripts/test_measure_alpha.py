@@ -11,20 +11,24 @@ LINES = ['a b c', 'd', '', 'e f g h i j', 'b b b b b b b b b b b b', 'k l', 'm a
 SAYS_A = '''
 import flax.struct
 import jax.numpy as jnp
-from spec_jax import Draft
+from spec_jax import Draft, DraftShape
 
 @flax.struct.dataclass
 class SaysA:
     """Guesses token {token} at every second place."""
 
-    def init(self, inputs, num_slots):
+    def shape(self, gamma):
+        return DraftShape(gamma, gamma, deterministic=True)
+
+    def init(self, target, prefill, inputs, num_slots):
         return jnp.zeros(())
 
-    def propose(self, state, context, keys, gamma, sampling, vocab_size):
-        tokens = jnp.full((context.length.shape[0], gamma), {token})
-        return Draft(tokens, None, gamma * (context.length % 2)), state
+    def propose(self, state, round):
+        length = round.context.length
+        tokens = jnp.full((length.shape[0], round.gamma), {token})
+        return Draft(tokens, None, round.gamma * (length % 2)), state
 
-    def update(self, state, context, verified, hidden):
+    def update(self, state, outcome):
         return state
 
 def build(config, target, tokenizer):

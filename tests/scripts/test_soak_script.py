@@ -10,17 +10,17 @@ from spec_jax.run import profiling
 from spec_jax.run.report import KEYS
 
 LEAKY = """
-from spec_jax.measure import pipeline
+from spec_jax.measure import runs
 from spec_jax.drafters.prompt_lookup import PromptLookup
 
 def build(config, target, tokenizer):
-    make, kept = pipeline.speculative_program, []
+    make, kept = runs.speculative_program, []
 
     def keeping(*args):
         program = make(*args)
         return lambda inputs, keys: kept.append(program(inputs, keys)) or kept[-1]
 
-    pipeline.speculative_program = keeping
+    runs.speculative_program = keeping
     return PromptLookup()
 """
 

@@ -50,7 +50,7 @@ def test_batches_are_sorted_padded_and_the_first_is_filled_up():
 @pytest.mark.parametrize('batch_size', [1, 3, 8, 64])
 def test_every_row_is_in_one_batch_and_shapes_are_few(batch_size):
     inputs = sequences(*np.random.default_rng(0).integers(1, 129, 50))
-    batches = list(bucket_batches(inputs, batch_size, 128))
+    batches = list(bucket_batches(inputs, batch_size, 128, pad_id=0))
     rows = np.concatenate([batch.rows for batch in batches])
     assert sorted(rows[rows >= 0]) == list(range(50))
     assert (rows < 0).sum() == -50 % batch_size
@@ -61,10 +61,10 @@ def test_every_row_is_in_one_batch_and_shapes_are_few(batch_size):
 
 
 def test_bucket_batches_refuses_at_once_and_takes_nothing():
-    assert list(bucket_batches([], 2, 8)) == []
+    assert list(bucket_batches([], 2, 8, pad_id=0)) == []
     with pytest.raises(ValueError, match='expected batch_size of 1 or more; got 0'):
-        bucket_batches(sequences(2), 0, 8)
+        bucket_batches(sequences(2), 0, 8, pad_id=0)
     with pytest.raises(ValueError, match='expected sequences of 1 to 8 tokens; got 9 in row 1'):
-        bucket_batches(sequences(2, 9), 2, 8)
+        bucket_batches(sequences(2, 9), 2, 8, pad_id=0)
     with pytest.raises(ValueError, match='expected sequences of 1 to 8 tokens; got 0 in row 0'):
-        bucket_batches([np.zeros(0, np.int32)], 2, 8)
+        bucket_batches([np.zeros(0, np.int32)], 2, 8, pad_id=0)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spec_jax.decoding import prefill
+from spec_jax.decoding import DecodeConfig, start
 from spec_jax.drafters.model import ModelDrafter
 from spec_jax.models.load import describe
 from spec_jax.models.t5 import T5, T5Config
@@ -28,14 +28,14 @@ def test_the_need_is_what_the_arrays_of_a_pair_take():
     with tracing_for('tpu'):  # on CPU weights get columns more
         target, draft = (T5.create(config, jax.random.key(0)).for_decoding() for config in (TARGET, DRAFT))
     inputs = Inputs(jnp.ones((2, 12), jnp.int32), jnp.ones((2, 12), bool))
-    how = dict(gamma=3, max_new_tokens=9)
-    state = prefill(target, ModelDrafter(draft), inputs, row_keys(jax.random.key(0), range(2)), **how)
+    keys, sizes = row_keys(jax.random.key(0), range(2)), dict(gamma=3, max_new_tokens=9)
+    state = start(target, ModelDrafter(draft), inputs, keys, config=DecodeConfig(**sizes))
     found = memory.need(
-        T5Shape(TARGET), T5Shape(DRAFT), **how, source_length=12, batch_size=2, dtype='float32'
+        T5Shape(TARGET), T5Shape(DRAFT), **sizes, source_length=12, batch_size=2, dtype='float32'
     )
     assert found.weights == num_bytes((target, draft))
     assert found.caches == num_bytes((state.target_cache, state.draft_state))
-    half = memory.need(T5Shape(TARGET), T5Shape(DRAFT), **how, source_length=12, batch_size=2)
+    half = memory.need(T5Shape(TARGET), T5Shape(DRAFT), **sizes, source_length=12, batch_size=2)
     assert 2 * half.weights == found.weights and found.caches / 2 <= half.caches < 0.6 * found.caches
 
 

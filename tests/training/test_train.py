@@ -108,8 +108,8 @@ def test_label_padding_and_filler_rows_do_not_count(finished, config):
     model = load_t5(finished / 'export')
     pairs = evaluation.read_pairs(config, load_tokenizer(config.tokenizer), [config.data.train])
     (narrow,) = training_batches(pairs, 64, 0, pad_id=0, start_id=0, num_epochs=1)
-    source, source_mask = pad_rows([pairs.sources[row] for row in narrow.rows], 10, 11, filler=[1])
-    labels, label_mask = pad_rows([pairs.targets[row] for row in narrow.rows], 10, 9)
+    source, source_mask = pad_rows([pairs.sources[row] for row in narrow.rows], 10, 11, filler=[1], pad_id=0)
+    labels, label_mask = pad_rows([pairs.targets[row] for row in narrow.rows], 10, 9, pad_id=0)
     decoder_input = np.roll(labels, 1, axis=1)
     decoder_input[:, 0] = 0
     wide = TrainingBatch(narrow.rows, source, source_mask, decoder_input, labels, label_mask)
@@ -159,7 +159,7 @@ def test_a_tiny_model_learns_eight_pairs_by_heart(finished, config):
 def test_the_export_loads_here_and_has_its_tokenizer(finished, config):
     model = load_t5(finished / 'export')
     assert_same(model.params, final_state(config, finished).model.params)
-    assert len(load_tokenizer(str(finished / 'export'))) == model.vocab_size == 19
+    assert len(load_tokenizer(str(finished / 'export'))) == model.spec.vocab_size == 19
 
 
 def test_export_of_the_newest_checkpoint_alone(finished, config, tmp_path):
