@@ -1,22 +1,16 @@
 """Exact speculative decoding in JAX."""
 
-from spec_jax.decoding import (
-    DecodeConfig,
-    finish,
-    generate,
-    plain_generate,
-    speculative_loop,
-    speculative_step,
-    start,
-    stream,
-)
-from spec_jax.drafters.base import Drafter, DraftShape, NoDrafter, Outcome, Round
+from spec_jax.decoding import DecodeConfig, finish, speculative_loop, speculative_step, start
+from spec_jax.drafters.base import Drafter, DraftShape, Outcome, Round
+from spec_jax.drafters.none import NoDrafter
 from spec_jax.failures import Failure
+from spec_jax.generation import generate, plain_generate, stream
+from spec_jax.lenience import LenientRule
 from spec_jax.models.base import Model, ModelSpec
 from spec_jax.sampling import GREEDY, SamplingConfig, row_keys
-from spec_jax.stats import Stats
-from spec_jax.types import Block, Context, Draft, Inputs, Output, Prefill, SpecState, Verification
-from spec_jax.verification import LenientRule, Rule, Scores, TokenRule
+from spec_jax.state import Output, SpecState, Stats
+from spec_jax.types import Block, Context, Draft, Inputs, Prefill, Verification
+from spec_jax.verification import Rule, Scores, TokenRule
 
 __all__ = [
     'GREEDY',

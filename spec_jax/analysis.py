@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spec_jax.types import Stats
+from spec_jax.state import Stats
 
 _COUNTS = ('rounds', 'accepted', 'overlap', 'emitted')  # of Stats, besides those by place
 

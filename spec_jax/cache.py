@@ -1,9 +1,9 @@
 """Key/value cache with a length of its own in each row.
 
 One slot rule: the token at position i stands in slot i + 1. Slot 0 holds a filler that no token looks at, so that a
-window of the last two tokens fits from the first token on. A call writes its block from slot length + 1 on and leaves
-`length` as it is; `keep` then says how many tokens stay. To roll back is to change `length`; the slots after it are
-stale: masked, overwritten by the next call, never assumed to be zero.
+window of the last two tokens fits from the first token on. A call writes its block from slot length + 1 on and
+leaves `length` as it is; `keep` then says how many tokens stay. To roll back is to change `length`; the slots after
+it are stale: masked, overwritten by the next call, never assumed to be zero.
 
          slot      0    1    2    3    4    5
     row 0        [ -    a    b    c ]  x    x      length 3, x stale
@@ -52,7 +52,7 @@ def init(num_layers: int, batch: int, num_heads: int, num_tokens: int, head_dim:
 
 
 def store(cache: KVCache, layer: int, key: Array, value: Array) -> KVCache:
-    """Writes a layer's keys [B, J, K, T] and values [B, J, T, K] of a block's tokens after those that are kept."""
+    """Writes a layer's keys [B, J, K, T] and values [B, J, T, K] of a block after the tokens that are kept."""
     keys, values, start = list(cache.keys), list(cache.values), cache.length + 1
     keys[layer] = write_new(keys[layer], key, start, axis=3)
     values[layer] = write_new(values[layer], value, start, axis=2)
@@ -90,11 +90,8 @@ def _in_block(cache: KVCache, block: Block) -> tuple[Array, Array]:
 def keep(cache: KVCache, nodes: Array | None, length: Array) -> KVCache:
     """Keeps `length` [B] tokens; the rest become stale.
 
-    Args:
-      cache: as the last call left it, its block not yet kept.
-      nodes: [B, G + 1] int32, places in that block of the accepted tokens, of which the first G are moved to follow
-        the block's first token; None where they stand there already.
-      length: [B] int32.
+    Where `nodes` [B, G + 1] say at which places of the last call's block the accepted tokens stand, the first G are
+    moved to follow the block's first token; None where they do already.
     """
     if nodes is None:
         return cache.replace(length=length)

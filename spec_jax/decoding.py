@@ -1,10 +1,9 @@
-"""Speculative decoding as one compiled program; plain decoding is the same program with an empty draft.
+"""The speculative loop and its parts; plain decoding is the same loop with an empty draft.
 
-    generate = start, then a while_loop of speculative_step, then finish
+    speculative_loop    start, then a while_loop of speculative_step, then finish
+    speculative_step    propose -> verified_call (target_call, rule) -> emit -> advance
 
-    speculative_step    propose -> target_call -> rule -> emit -> advance
-
-Invariants, at the start of every round:
+Each can be traced within a program of your own. Invariants, at the start of every round:
 
   * The target's cache holds all but the newest token; the newest token is the first query of the call.
   * Rows advance by what each accepted. There is no batch minimum.
@@ -15,31 +14,29 @@ Invariants, at the start of every round:
   * A row's keys come from its own key and its own count of rounds, so its output depends neither on its
     neighbours nor on when it was admitted.
 
-Axes: B rows, G draft depth, N nodes of a draft, P width of the token buffer, V vocabulary, D model width,
-F feature width.
+Axes: B rows, N nodes of a draft, T tokens of one call, V vocabulary, D model width, F feature width.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from spec_jax.drafters.base import Drafter, NoDrafter, Outcome, Round
-from spec_jax.failures import check_draft, failures, raise_on_failure
-from spec_jax.models.base import Model, draft_block
+from spec_jax.drafters.base import Drafter, Outcome, Round
+from spec_jax.failures import check_draft, failures
+from spec_jax.models.base import Model
+from spec_jax.models.blocks import draft_block
 from spec_jax.runtime import backend
 from spec_jax.runtime.rows import call_over_fewest
 from spec_jax.runtime.updates import write
-from spec_jax.sampling import SamplingConfig, row_keys, split_rows
-from spec_jax.stats import Stats, count_round
-from spec_jax.types import Cache, Context, Draft, Inputs, Output, SpecState, Verification
+from spec_jax.sampling import SamplingConfig, split_rows
+from spec_jax.state import Output, SpecState, Stats, count_round
+from spec_jax.types import Cache, Context, Draft, Inputs, Verification
 from spec_jax.verification import Rule, Scores, TokenRule
 
 MAX_GAMMA = 16
@@ -73,105 +70,26 @@ class DecodeConfig:
             raise ValueError(f'max_new_tokens: expected an integer >= 1, got {self.max_new_tokens}')
 
 
-# --- whole texts --------------------------------------------------------------------------------------------
-
-
-def generate(
-    target: Model,
-    drafter: Drafter | None,
-    inputs: Inputs,
-    key: Array,
-    config: DecodeConfig,
-    *,
-    limits: Array | None = None,
-    on_failure: str = 'raise',
-) -> Output:
-    """Decodes a batch speculatively; the output is distributed as the target's own.
-
-    Compiled once per shape of `inputs` and `config`. Within a program of your own use `speculative_loop`.
-
-    Args:
-      target: the model whose text is wanted.
-      drafter: guesses tokens; with None or a gamma of 0 the text is decoded plainly.
-      inputs: prompts; a row whose mask is empty is finished from the start.
-      key: scalar PRNG key, or [B] keys, one a row (`sampling.row_keys`).
-      config: how.
-      limits: [B] int, most tokens of each row, where some are to be shorter than `config.max_new_tokens`.
-      on_failure: 'return' gives rows that failed as they are, with bits of `failures.Failure` in `Output.failed`.
-
-    Raises:
-      ValueError: for an argument out of range, or a draft of wrong shapes.
-      FloatingPointError: where the target gave NaN, or the draft probabilities or tokens that are none, after a
-        row's EOS or limit within the same call, too; unless on_failure is 'return'.
-    """
-    drafter, config, keys, limits = _checked(drafter, inputs, key, config, limits, on_failure)
-    output = _generate(target, drafter, inputs, keys, limits, config=config)
-    return raise_on_failure(output) if on_failure == 'raise' else output
-
-
-def plain_generate(target: Model, inputs: Inputs, key: Array, config: DecodeConfig, **options) -> Output:
-    """Decodes a batch one token a call. Arguments, errors and result as of `generate`."""
-    return generate(target, None, inputs, key, config, **options)
-
-
-def stream(
-    target: Model,
-    drafter: Drafter | None,
-    inputs: Inputs,
-    key: Array,
-    config: DecodeConfig,
-    *,
-    rounds: int = 1,
-    limits: Array | None = None,
-    on_failure: str = 'raise',
-) -> Iterator[list[np.ndarray]]:
-    """Yields the tokens that are new in each row, int32 arrays, after every so many rounds.
-
-    Joined, a row's are those of `generate`, whose arguments and errors these are; an error comes where it occurs.
-    """
-    drafter, config, keys, limits = _checked(drafter, inputs, key, config, limits, on_failure)
-    if rounds < 1:
-        raise ValueError(f'rounds: expected an integer >= 1, got {rounds}')
-    state = _start(target, drafter, inputs, keys, limits, config=config)
-    end = np.asarray(state.context.start)
-    while not np.asarray(state.done).all():
-        state = _advance(target, drafter, state, config=config, rounds=rounds)
-        if on_failure == 'raise':
-            raise_on_failure(state)
-        begin, end, tokens = end, np.asarray(state.context.length), np.asarray(state.context.tokens)
-        yield [row[slice(*ends)] for row, *ends in zip(tokens, begin, end, strict=True)]
-
-
 def speculative_loop(
     target: Model, drafter: Drafter, inputs: Inputs, keys: Array, limits: Array | None = None, *, config
 ) -> Output:
-    """The program behind `generate`, to be traced; arguments as of `start`."""
+    """The program behind `generate`; arguments as of `start`."""
     state = start(target, drafter, inputs, keys, limits, config=config)
     step = partial(speculative_step, target, drafter, config=config)
     return finish(target, lax.while_loop(unfinished, step, state), config=config)
 
 
-# --- the parts, each of which can be traced within a program of your own ------------------------------------
-
-
 def start(
-    target: Model,
-    drafter: Drafter,
-    inputs: Inputs,
-    keys: Array,
-    limits: Array | None = None,
-    *,
-    config: DecodeConfig,
+    target: Model, drafter: Drafter, inputs: Inputs, keys: Array, limits: Array | None = None, *, config
 ) -> SpecState:
-    """Reads the prompts and lays out the buffers.
+    """Reads the prompts of B rows and lays out the buffers.
 
     Args:
-      target: the model.
+      target, inputs: the model and its prompts.
       drafter: the draft; `NoDrafter()` for plain decoding.
-      inputs: prompts of B rows.
       keys: [B] PRNG keys.
       limits: [B] int32, at most `config.max_new_tokens`, which is what None stands for.
-      config: how, static.
+      config: a `DecodeConfig`, static.
     """
     batch, shape = inputs.tokens.shape[0], drafter.shape(config.gamma)
     num_slots = config.max_new_tokens + shape.nodes + 1
@@ -207,23 +125,17 @@ def speculative_step(target: Model, drafter: Drafter, state: SpecState, *, confi
     verified, cache = call_over_fewest(call, lengths, needed, state.target_cache, arguments)
 
     with jax.named_scope('verify'):
-        verification = verified.verification
-        failed = jnp.where(state.done, 0, verified.failed)
+        verification, failed = verified.verification, jnp.where(state.done, 0, verified.failed)
         room, ends = state.limit - state.context.emitted, (*target.spec.eos_ids, *config.stop)
         emitted, ended = emit(verification.tokens, verification.num_accepted + 1, room, ends)
         emitted = jnp.where(state.done | (failed > 0), 0, emitted)
-        stats = count_round(
-            state.stats,
-            proposed=depth(draft),
-            accepted=verification.num_accepted,
-            emitted=emitted,
-            beta=verification.beta,
-            called=verified.called,
-        )
         state = state.replace(
-            done=state.done | ended | (failed > 0), failed=state.failed | failed, stats=stats
+            done=state.done | ended | (failed > 0),
+            failed=state.failed | failed,
+            target_cache=cache,
+            draft_state=draft_state,
+            stats=count_round(state.stats, draft, verification, emitted, verified.called),
         )
-    state = state.replace(target_cache=cache, draft_state=draft_state)
     return advance(target, drafter, state, draft, verified, emitted)
 
 
@@ -234,10 +146,10 @@ def round_keys(state: SpecState) -> Array:
 
 def propose(target: Model, drafter: Drafter, state: SpecState, keys: Array, *, config: DecodeConfig):
     """The drafter's proposal, of checked shapes, and its state."""
-    shape, vocab_size = drafter.shape(config.gamma), target.spec.vocab_size
+    vocab_size = target.spec.vocab_size
     round = Round(state.context, keys, config.gamma, config.sampling, vocab_size)
     draft, draft_state = drafter.propose(state.draft_state, round)
-    check_draft(draft, len(state.done), shape.nodes, vocab_size)
+    check_draft(draft, len(state.done), drafter.shape(config.gamma).nodes, vocab_size)
     return draft, draft_state
 
 
@@ -247,9 +159,7 @@ def call_lengths(drafter: Drafter, batch: int, gamma: int) -> tuple[int, ...]:
     return backend.call_lengths(shape.nodes) if batch == 1 and shape.may_be_empty else (shape.nodes,)
 
 
-def target_call(
-    target: Model, cache: Cache, context: Context, draft: Draft
-) -> tuple[Array, Array, Array | None, Cache]:
+def target_call(target: Model, cache: Cache, context: Context, draft: Draft):
     """Reads the newest token and a draft: logits [B, N + 1, V], hidden [B, N + 1, D], features, and the cache."""
     with jax.named_scope('target'):
         rows = draft.tokens.shape[1] + 1
@@ -257,47 +167,35 @@ def target_call(
         if block.tokens.shape[1] > rows:
             cache = target.keep(cache, None, block.positions[:, 0])
         hidden, features, cache = target.decode(block, cache)
-        logits = target.logits(hidden)
-        return *jax.tree.map(lambda x: x[:, -rows:], (logits, hidden, features)), cache
+        return *jax.tree.map(lambda x: x[:, -rows:], (target.logits(hidden), hidden, features)), cache
 
 
-@flax.struct.dataclass
-class Verified:
-    """What a target call made of a draft.
-
-    Attributes:
-      verification: the rule's verdict.
-      failed: [B] int32, bits of `Failure`.
-      hidden: [B, N + 1, D].
-      features: [B, N + 1, F] or None.
-      called: scalar int32, the draft tokens that the call was over.
-    """
+class Verified(NamedTuple):
+    """What a target call made of a draft."""
 
     verification: Verification
-    failed: Array
-    hidden: Array
-    features: Array | None
-    called: Array
+    failed: Array  # [B] int32, bits of `failures.Failure`
+    hidden: Array  # [B, N + 1, D]
+    features: Array | None  # [B, N + 1, F]
+    called: Array  # scalar int32, draft tokens that the call was over
 
 
 def verified_call(
     target: Model, config: DecodeConfig, nodes: int, cache: Cache, context: Context, draft: Draft, keys: Array
 ) -> tuple[Verified, Cache]:
-    """A target call over the first `nodes` tokens of a draft, and the rule's verdict; and the cache."""
+    """A target call over the first `nodes` tokens of a draft and the rule's verdict; and the cache."""
     draft = draft.first(nodes)
     logits, hidden, features, cache = target_call(target, cache, context, draft)
     with jax.named_scope('verify'):
         scores = Scores(logits, config.sampling)
-        verification = config.rule(scores, draft, keys)
         failed = failures(scores.invalid, draft, logits.shape[-1])
-        return Verified(verification, failed, hidden, features, jnp.int32(nodes)), cache
+        return Verified(config.rule(scores, draft, keys), failed, hidden, features, jnp.int32(nodes)), cache
 
 
 def emit(tokens: Array, count: Array, room: Array, ends: tuple[int, ...]) -> tuple[Array, Array]:
-    """How many of the first `count` [B] tokens [B, T] are emitted: up to one of `ends`, and no more than `room` [B].
+    """How many of the first `count` [B] of tokens [B, T] are emitted: up to one of `ends`, at most `room` [B].
 
-    Returns:
-      The number [B], and whether the row has ended with them [B].
+    Returns the number [B], and whether the row has ended with them [B].
     """
     is_end = sum((tokens == end for end in ends), jnp.zeros(tokens.shape, bool))
     first_end = jnp.where(is_end, jnp.arange(tokens.shape[1]), tokens.shape[1]).min(-1)
@@ -305,24 +203,13 @@ def emit(tokens: Array, count: Array, room: Array, ends: tuple[int, ...]) -> tup
     return emitted, (first_end < emitted) | (emitted == room)
 
 
-def depth(draft: Draft) -> Array:
-    """[B] int32, the greatest depth of a draft's valid nodes; in a chain their number."""
-    if draft.parents is None:
-        return draft.length
-    depths = [0]
-    for parent in draft.parents:
-        depths.append(depths[parent + 1] + 1)
-    valid = jnp.arange(len(draft.parents)) < draft.length[:, None]
-    return jnp.where(valid, jnp.array(depths[1:]), 0).max(-1, initial=0)
-
-
 def advance(
     target: Model, drafter: Drafter, state: SpecState, draft: Draft, verified: Verified, emitted: Array
 ) -> SpecState:
     """Appends the first `emitted` [B] tokens of the verdict, keeps them in the cache, and tells the drafter."""
-    context, verification = state.context, verified.verification
+    verification = verified.verification
     with jax.named_scope('update'):
-        context = append(context, verification.tokens, emitted)
+        context = append(state.context, verification.tokens, emitted)
         nodes = None if draft.parents is None else verification.nodes
         outcome = Outcome(context, verification, verified.hidden, verified.features)
         return state.replace(
@@ -344,42 +231,3 @@ def finish(target: Model, state: SpecState, *, config: DecodeConfig) -> Output:
     tokens = jnp.take_along_axis(context.tokens, context.start[:, None] + index, axis=1)
     tokens = jnp.where(index < context.emitted[:, None], tokens, target.spec.pad_id)
     return Output(tokens, context.emitted, state.failed, state.stats)
-
-
-# --- compiled -----------------------------------------------------------------------------------------------
-
-_generate = backend.jit(speculative_loop, static_argnames='config')
-_start = backend.jit(start, static_argnames='config')
-
-
-@partial(backend.jit, static_argnames=('config', 'rounds'), donate_argnames='state')
-def _advance(target, drafter, state, *, config, rounds) -> SpecState:
-    def step(carry):
-        state, number = carry
-        return speculative_step(target, drafter, state, config=config), number + 1
-
-    return lax.while_loop(lambda carry: unfinished(carry[0]) & (carry[1] < rounds), step, (state, 0))[0]
-
-
-def _checked(drafter, inputs, key, config, limits, on_failure):
-    """Drafter, config, keys [B] and limits [B] as the loop takes them; ValueError for what it cannot take."""
-    if on_failure not in ('raise', 'return'):
-        raise ValueError(f"on_failure: expected 'raise' or 'return', got {on_failure!r}")
-    if drafter is None or config.gamma == 0:
-        drafter, config = NoDrafter(), dataclasses.replace(config, gamma=0)
-    batch = inputs.tokens.shape[0]
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        raise ValueError(
-            f'key: expected a key of jax.random.key, got an array of {key.dtype}; '
-            'jax.random.wrap_key_data makes one of an old key'
-        )
-    if key.ndim and key.shape != (batch,):
-        raise ValueError(f'key: expected a scalar key or one for each of {batch} rows, got shape {key.shape}')
-    if limits is not None:
-        limits = np.asarray(limits, np.int32)
-        if limits.shape != (batch,) or (limits < 0).any() or (limits > config.max_new_tokens).any():
-            raise ValueError(
-                f'limits: expected {batch} integers from 0 to max_new_tokens = {config.max_new_tokens}, got '
-                f'{limits.tolist()}'
-            )
-    return drafter, config, row_keys(key, np.arange(batch)) if key.ndim == 0 else key, limits

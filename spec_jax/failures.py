@@ -69,8 +69,8 @@ def check_draft(draft: Draft, batch: int, nodes: int, vocab_size: int) -> None:
         len(parents) != nodes or not all(-1 <= parent < node for node, parent in enumerate(parents))
     ):
         raise ValueError(
-            f'Draft.parents: expected {nodes} integers, each from -1 to below its own place, got {parents}; see the '
-            "drafter's propose"
+            f'Draft.parents: expected {nodes} integers, each from -1 to below its own place, got {parents}; see '
+            "the drafter's propose"
         )
 
 

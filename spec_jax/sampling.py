@@ -1,8 +1,8 @@
 """The one way from logits to a distribution, and from a distribution to a token.
 
-The accept test, the residual, the bonus token, the draft's own sampling and the plain decoder all come
-through here, in float32. Temperature 0 makes the distribution one-hot; where its one token is all that counts, that
-is taken from the logits (`likeliest`), and neither a distribution nor a random number is made.
+The accept test, the residual, the bonus token, the draft's own sampling and the plain decoder all come through
+here, in float32. At temperature 0 the distribution is one-hot; where its token is all that counts, `likeliest` takes
+that from the logits, and neither a distribution nor a random number is made.
 
 Axes: B rows, V vocabulary.
 """
@@ -56,14 +56,9 @@ GREEDY = SamplingConfig(temperature=0.0)
 
 
 def logits_to_probs(logits: Array, config: SamplingConfig) -> Array:
-    """The distribution that a token is drawn from.
+    """The distribution [..., V] float32 that a token is drawn from, of logits [..., V]; sums to 1.
 
-    Args:
-      logits: [..., V].
-
-    Returns:
-      [..., V] float32, summing to 1; a row is NaN throughout where its allowed logits have a NaN or +inf, or
-      nothing above -inf.
+    A row is NaN throughout where its allowed logits have a NaN or +inf, or nothing above -inf.
     """
     logits = logits.astype(jnp.float32)
     vocab_size = logits.shape[-1]
@@ -83,13 +78,9 @@ def logits_to_probs(logits: Array, config: SamplingConfig) -> Array:
 
 
 def likeliest(logits: Array, config: SamplingConfig) -> Array:
-    """The token that has all of `logits_to_probs` at temperature 0; of several with the highest logit the first.
+    """The token [...] int32 that has all of `logits_to_probs` at temperature 0, of logits [..., V].
 
-    Args:
-      logits: [..., V].
-
-    Returns:
-      [...] int32; -1 where the distribution would be NaN.
+    Of several with the highest logit it is the first; -1 where the distribution would be NaN.
     """
     logits = _allowed(logits.astype(jnp.float32), config)
     highest = logits.max(-1)
@@ -105,25 +96,17 @@ def _allowed(logits: Array, config: SamplingConfig) -> Array:
 
 
 def sample(keys: Array, weights: Array) -> Array:
-    """Draws one token a row by inverting the cumulative sum; one random number each.
+    """Draws one token a row [B] int32 by inverting the cumulative sum; one random number each.
 
     Args:
       keys: [B] PRNG keys.
-      weights: [B, V] float32 >= 0, in proportion to the probabilities.
-
-    Returns:
-      [B] int32. A token of weight 0 never comes out, however the sums round.
+      weights: [B, V] float32 >= 0, in proportion to the probabilities; a token of weight 0 never comes out.
     """
     return selection.invert_cumulative(weights, jax.vmap(jax.random.uniform)(keys))
 
 
 def row_keys(key: Array, rows) -> Array:
-    """One key per row, from the row's own number and nothing else: [B] PRNG keys.
-
-    Args:
-      key: scalar PRNG key of the run.
-      rows: [B] integers that name the rows, such as line numbers.
-    """
+    """[B] PRNG keys from a run's scalar key and the number of each row [B], such as a line's, and nothing else."""
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.asarray(rows, jnp.uint32))
 
 

@@ -29,7 +29,8 @@ from jax import Array
 
 from spec_jax import cache as kv
 from spec_jax.drafters.base import DraftShape, Outcome, Round
-from spec_jax.models.base import Model, ModelSpec, draft_block
+from spec_jax.models.base import Model, ModelSpec
+from spec_jax.models.blocks import draft_block
 from spec_jax.sampling import SamplingConfig, logits_to_probs
 from spec_jax.types import Block, Cache, Context, Draft, Inputs, Prefill
 from spec_jax.verification import residual_distribution

@@ -20,8 +20,6 @@ import flax.struct
 import jax.numpy as jnp
 from jax import Array
 
-from spec_jax.stats import Stats
-
 Params = Any  # a pytree of arrays
 Cache = Any  # a model's own; the loop hands it back untouched
 
@@ -61,17 +59,11 @@ class Context:
 
 @flax.struct.dataclass
 class Prefill:
-    """A model's state after its prompts.
+    """A model's state after its prompts."""
 
-    Attributes:
-      context: the prompts, with room for the output.
-      cache: of all tokens of the context but the newest.
-      features: [B, S, F] of the tokens read, where the model gives features; None where it does not.
-    """
-
-    context: Context
-    cache: Cache
-    features: Array | None = None
+    context: Context  # the prompts, with room for the output
+    cache: Cache  # of all tokens of the context but the newest
+    features: Array | None = None  # [B, S - 1, F] of the tokens read, where the model gives any
 
 
 @flax.struct.dataclass
@@ -134,45 +126,3 @@ class Verification:
     tokens: Array
     nodes: Array
     beta: Array
-
-
-@flax.struct.dataclass
-class SpecState:
-    """The carry of the loop, a pytree; its rounds so far are `stats.rounds`.
-
-    Attributes:
-      context: the text so far.
-      done: [B] bool, rows that have ended.
-      failed: [B] int32, bits of `failures.Failure`; 0 while all is well.
-      limit: [B] int32, most tokens of each row's output.
-      keys: [B] PRNG keys, one a row; a round folds the row's own count of rounds in.
-      target_cache: the target's; it holds all but the newest token.
-      draft_state: the drafter's own; None without one.
-      stats: counts so far.
-    """
-
-    context: Context
-    done: Array
-    failed: Array
-    limit: Array
-    keys: Array
-    target_cache: Cache
-    draft_state: Any
-    stats: Stats
-
-
-@flax.struct.dataclass
-class Output:
-    """What a decoder returns.
-
-    Attributes:
-      tokens: [B, max_new_tokens] int32, EOS included, then padding.
-      length: [B] int32, tokens before the padding.
-      failed: [B] int32, bits of `failures.Failure`; 0 where all went well.
-      stats: counts of the run.
-    """
-
-    tokens: Array
-    length: Array
-    failed: Array
-    stats: Stats

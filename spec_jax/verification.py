@@ -1,7 +1,7 @@
 """Rules: how many tokens of a draft stay, and which token follows them.
 
-The exact rule is that of Leviathan, Kalman and Matias 2023, algorithm 1, vectorised over a batch. Nothing in it divides
-by q or adds an epsilon: what comes out is distributed as p to the last bit that float32 sums allow.
+The exact rule is that of Leviathan, Kalman and Matias 2023, algorithm 1, vectorised over a batch. Nothing in it
+divides by q or adds an epsilon: what comes out is distributed as p to the last bit that float32 sums allow.
 
 Axes: B rows, G draft depth (here that of a chain), V vocabulary. p is the target's distribution, q the draft's.
 """
@@ -22,7 +22,7 @@ from spec_jax.types import Draft, Verification
 
 @flax.struct.dataclass
 class Scores:
-    """The target's logits [B, N + 1, V] after the newest token and after each node, and what a rule makes of them."""
+    """The target's logits [B, N + 1, V] after the newest token and each node, and what a rule makes of them."""
 
     logits: Array
     sampling: SamplingConfig = flax.struct.field(pytree_node=False)
@@ -43,11 +43,6 @@ class Scores:
         return likeliest(self.logits, self.sampling)
 
     @property
-    def untempered(self) -> Array:
-        """[B, N + 1, V] float32, the model's own distributions, at temperature 1 and with all tokens."""
-        return logits_to_probs(self.logits, SamplingConfig(vocab_limit=self.sampling.vocab_limit))
-
-    @property
     def invalid(self) -> Array:
         """[B] bool, rows with a distribution that is none."""
         none = self.best < 0 if self.greedy else jnp.isnan(self.p[..., 0])  # one with a NaN is NaN throughout
@@ -55,24 +50,15 @@ class Scores:
 
 
 class Rule(Protocol):
-    """Accepts or rejects the tokens of a draft; hashable, a static part of `DecodeConfig`.
+    """Accepts or rejects the tokens of a draft; hashable, a static part of `DecodeConfig`."""
 
-    Attributes:
-      name: for reports.
-      lossy: whether the output can be distributed otherwise than the target's own.
-    """
-
-    name: str
-    lossy: bool
+    name: str  # for reports
+    lossy: bool  # whether the output can be distributed otherwise than the target's own
 
     def __call__(self, scores: Scores, draft: Draft, keys: Array) -> Verification:
-        """The verdict. A draft may come cut to its longest `length` in the batch, down to no node, and a row's verdict
-        must not depend on that.
+        """The verdict on a draft, by scores of the newest token and of each node, with [B] PRNG keys.
 
-        Args:
-          scores: of the newest token and of each node.
-          draft: the proposal.
-          keys: [B] PRNG keys.
+        A draft may come cut to the longest `length` in the batch, down to no node; no verdict may depend on that.
         """
         ...
 
@@ -90,55 +76,13 @@ class TokenRule:
         return verify_chain(scores.p, draft, keys)
 
 
-@dataclasses.dataclass(frozen=True)
-class LenientRule:
-    """LOSSY: accepts tokens up to 1 / lenience times as often as the exact rule (appendix A.5).
-
-    Greedy, it accepts tokens that are at least lenience times as likely as the best.
-
-    Raises:
-      ValueError: for a lenience out of (0, 1).
-    """
-
-    lenience: float
-    lossy = True
-
-    def __post_init__(self):
-        if not 0 < self.lenience < 1:
-            raise ValueError(
-                f'lenience: expected a number in (0, 1), got {self.lenience}; TokenRule is exact'
-            )
-
-    @property
-    def name(self) -> str:
-        return f'lenience {self.lenience:g}'
-
-    def __call__(self, scores: Scores, draft: Draft, keys: Array) -> Verification:
-        return verify_chain(scores.p, draft, keys, self.bound(scores))
-
-    def bound(self, scores: Scores) -> Array:
-        """[B, N + 1, V] float32, what takes p's place in the test: p / lenience; greedy, 1 or 0. No distribution."""
-        if not scores.greedy:
-            return scores.p / self.lenience
-        probs = scores.untempered
-        return (probs >= self.lenience * probs.max(-1, keepdims=True)).astype(jnp.float32)
-
-
-def lenient(lenience: float) -> Rule:
-    """The rule of a lenience in (0, 1]; at 1 the exact one."""
-    return TokenRule() if lenience == 1 else LenientRule(lenience)
-
-
 def acceptance_probability(p: Array, q: Array) -> Array:
     """beta, the sum [...] of min(p, q) of p, q [..., V]: how likely a token drawn from q stays (Theorem 3.5)."""
     return jnp.minimum(p, q).sum(-1)
 
 
 def residual_distribution(p: Array, q: Array) -> Array:
-    """norm(max(0, p - q)) of p, q [..., V], which a rejected token is replaced from (section 2.3).
-
-    It is p itself where p <= q throughout, since no draw from q is then ever rejected.
-    """
+    """norm(max(0, p - q)) of p, q [..., V], for a rejected token (section 2.3); p where p <= q throughout."""
     excess = jnp.maximum(p - q, 0.0)
     total = excess.sum(-1, keepdims=True)
     return jnp.where(total > 0, excess / jnp.where(total > 0, total, 1.0), p)
@@ -157,7 +101,7 @@ def at_token(probs: Array, tokens: Array) -> Array:
 
 
 def verify_chain(p: Array, draft: Draft, keys: Array, bound: Array | None = None) -> Verification:
-    """Accepts the longest prefix that passes, then draws one more token.
+    """Accepts the longest prefix that passes, then draws one more token (algorithm 1).
 
     A token x passes where u q(x) < p(x) with u uniform in [0, 1). The token after the prefix comes from
     the residual where a test failed, and from p where all `draft.length` tokens passed.
@@ -177,24 +121,22 @@ def verify_chain(p: Array, draft: Draft, keys: Array, bound: Array | None = None
 
 
 def verify_greedy(best: Array, draft: Draft) -> Verification:
-    """What `verify_chain` makes of one-hot p: a token passes where it is the target's, whatever q is.
-
-    Args:
-      best: [B, G + 1] int32, the token that has all of p at each place.
-      draft: a chain.
-    """
+    """What `verify_chain` makes of one-hot p, at best [B, G + 1]: a token passes where it is the target's."""
     same = draft.tokens == best[:, :-1]
     num_accepted = jnp.cumprod((same & _tested(draft)).astype(jnp.int32), axis=1).sum(1)
     beta = same.astype(jnp.float32) if draft.probs is None else at_token(draft.probs, best[:, :-1])
-    return chain_verification(draft, num_accepted, best, beta)
+    return Verification(num_accepted, best, _chain_nodes(best), beta)
 
 
 def chain_verification(draft: Draft, num_accepted: Array, following: Array, beta: Array) -> Verification:
-    """The first num_accepted [B] tokens of a chain, then `following` [B, 1 or G + 1] at its own index."""
-    index = jnp.arange(draft.tokens.shape[1] + 1)
+    """The verdict that keeps the first num_accepted [B] tokens of a chain, with `following` [B, 1] after them."""
     drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
-    tokens = jnp.where(index < num_accepted[:, None], drafted, following)
-    return Verification(num_accepted, tokens, jnp.broadcast_to(index + 1, tokens.shape), beta)
+    tokens = jnp.where(jnp.arange(drafted.shape[1]) < num_accepted[:, None], drafted, following)
+    return Verification(num_accepted, tokens, _chain_nodes(tokens), beta)
+
+
+def _chain_nodes(tokens: Array) -> Array:
+    return jnp.broadcast_to(jnp.arange(1, tokens.shape[1] + 1), tokens.shape)
 
 
 def _tested(draft: Draft) -> Array:
@@ -203,8 +145,6 @@ def _tested(draft: Draft) -> Array:
 
 def _passes(bound: Array, draft: Draft, keys: Array) -> Array:
     """[B, G] bool, the test of each token by itself; one random number for each."""
-    if draft.tokens.shape[1] == 0:
-        return jnp.zeros(draft.tokens.shape, bool)
     uniform = jax.vmap(jax.vmap(jax.random.uniform))(split_rows(keys, draft.tokens.shape[1]).T)
     q = 1.0 if draft.probs is None else at_token(draft.probs, draft.tokens)
     return uniform * q < at_token(bound[:, :-1], draft.tokens)

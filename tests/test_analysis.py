@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spec_jax import analysis
-from spec_jax.stats import Stats
+from spec_jax.state import Stats
 
 # alpha, gamma, operations factor, speed factor at c = c_hat = 0 (Table 1)
 TABLE_1 = [

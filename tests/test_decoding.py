@@ -16,13 +16,14 @@ import pytest
 from jax import lax
 
 from spec_jax import decoding
-from spec_jax.decoding import DecodeConfig, generate, plain_generate
+from spec_jax.decoding import DecodeConfig
 from spec_jax.drafters.base import DraftShape
 from spec_jax.drafters.model import ModelDrafter
+from spec_jax.generation import generate, plain_generate
+from spec_jax.lenience import lenient
 from spec_jax.sampling import GREEDY, SamplingConfig, row_keys
 from spec_jax.testing import NanAt, ScriptedDrafter, TableModel, TraceCounter, Traced, prompts
 from spec_jax.types import Draft
-from spec_jax.verification import lenient
 
 V, EOS, ROWS = 16, 1, 8
 KEY = jax.random.key(0)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.decoding import DecodeConfig, generate, plain_generate
+from spec_jax.decoding import DecodeConfig
 from spec_jax.drafters.model import ModelDrafter
+from spec_jax.generation import generate, plain_generate
 from spec_jax.sampling import SamplingConfig
 from spec_jax.testing import (
     ScriptedDrafter,

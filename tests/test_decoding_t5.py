@@ -12,9 +12,11 @@ import pytest
 from jax import lax
 
 from spec_jax import decoding
-from spec_jax.decoding import DecodeConfig, generate, plain_generate
-from spec_jax.drafters.base import NoDrafter, Round
+from spec_jax.decoding import DecodeConfig
+from spec_jax.drafters.base import Round
 from spec_jax.drafters.model import ModelDrafter
+from spec_jax.drafters.none import NoDrafter
+from spec_jax.generation import generate, plain_generate
 from spec_jax.models.t5 import T5, T5Config
 from spec_jax.runtime import backend
 from spec_jax.sampling import GREEDY, row_keys

@@ -21,9 +21,11 @@ from safetensors.numpy import load_file
 
 from spec_jax import analysis, decoding
 from spec_jax.conformance.tables import ending
-from spec_jax.decoding import DecodeConfig, generate, plain_generate
-from spec_jax.drafters.model import ModelDrafter, check_vocabularies, fit_vocabulary
+from spec_jax.decoding import DecodeConfig
+from spec_jax.drafters.draw import fit_vocabulary
+from spec_jax.drafters.model import ModelDrafter, check_vocabularies
 from spec_jax.exactness.rule import Chain, integrate
+from spec_jax.generation import generate, plain_generate
 from spec_jax.measure import agreement
 from spec_jax.models.t5 import T5
 from spec_jax.models.t5_weights import load_t5

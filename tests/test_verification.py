@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spec_jax.lenience import LenientRule
 from spec_jax.sampling import GREEDY, SamplingConfig, likeliest, logits_to_probs, row_keys, sample, split_rows
 from spec_jax.testing import chi_square, complete, enumerate_round, joint
 from spec_jax.types import Draft
 from spec_jax.verification import (
-    LenientRule,
     Scores,
     TokenRule,
     acceptance_probability,

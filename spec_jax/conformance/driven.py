@@ -20,7 +20,8 @@ from spec_jax.conformance.tables import CONFIG, GAMMA, V, endless
 from spec_jax.decoding import DecodeConfig
 from spec_jax.drafters.base import Drafter, DraftShape, Outcome, Round
 from spec_jax.models.base import Model
-from spec_jax.types import Draft, Inputs, Prefill, SpecState, Verification
+from spec_jax.state import SpecState
+from spec_jax.types import Draft, Inputs, Prefill, Verification
 from spec_jax.verification import Scores, chain_verification
 
 

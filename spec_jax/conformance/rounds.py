@@ -31,8 +31,9 @@ from spec_jax.conformance.tables import (
 )
 from spec_jax.drafters.base import Drafter
 from spec_jax.runtime.backend import jit
+from spec_jax.state import Output
 from spec_jax.testing import TableModel
-from spec_jax.types import Draft, Output
+from spec_jax.types import Draft
 
 _COUNTS = 'rounds', 'tested', 'accepted', 'emitted'
 

@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from spec_jax.decoding import DecodeConfig, generate
+from spec_jax.decoding import DecodeConfig
 from spec_jax.drafters.base import Drafter
+from spec_jax.generation import generate
 from spec_jax.models.base import Model, ModelSpec
 from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys
+from spec_jax.state import Output
 from spec_jax.testing import ModelWrapper, TableModel
-from spec_jax.types import Inputs, Output
+from spec_jax.types import Inputs
 
 V, EOS, ROWS, GAMMA, LIMIT = 8, 1, 128, 3, 24  # where each row is looked at
 SMALL_V, SMALL_GAMMA, SAMPLES = 5, 2, 20_000  # where texts are counted: a batch has many of each

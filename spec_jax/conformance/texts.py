@@ -32,11 +32,13 @@ from spec_jax.conformance.tables import (
     table_target,
     take,
 )
-from spec_jax.decoding import DecodeConfig, generate
+from spec_jax.decoding import DecodeConfig
 from spec_jax.exactness import statistics
+from spec_jax.generation import generate
 from spec_jax.sampling import GREEDY
+from spec_jax.state import Output
 from spec_jax.testing import chi_square, histogram, joint
-from spec_jax.types import Draft, Inputs, Output
+from spec_jax.types import Draft, Inputs
 
 _TEXT = 4  # tokens of the texts that are counted
 

@@ -1,7 +1,7 @@
 """What the decoding loop asks of a draft.
 
-A drafter is a pytree, as a model is: arrays are leaves and enter `jax.jit` as arguments, all else is
-static. Its methods are pure and are traced once. Any class with these members will do.
+A drafter is a pytree, as a model is: arrays are leaves and enter `jax.jit` as arguments, all else is static. Its
+methods are pure and are traced once. Any class with these members will do.
 
 Axes: B rows, G draft depth, N nodes of a draft, V vocabulary, D model width, F feature width.
 """
@@ -12,35 +12,26 @@ import dataclasses
 from typing import Any, Protocol
 
 import flax.struct
-import jax
-import jax.numpy as jnp
 from jax import Array
 
 from spec_jax.models.base import Model
-from spec_jax.sampling import SamplingConfig, likeliest, logits_to_probs, sample
+from spec_jax.sampling import SamplingConfig
 from spec_jax.types import Context, Draft, Inputs, Prefill, Verification
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftShape:
-    """What is static in a drafter's proposals.
+    """What is static in a drafter's proposals."""
 
-    Attributes:
-      nodes: N, tokens of a draft.
-      depth: G, most of them that can be accepted in one round.
-      deterministic: whether `Draft.probs` is None at any temperature.
-      may_be_empty: whether `Draft.length` can be less than N; a call over fewer rows is worth having then.
-    """
-
-    nodes: int
-    depth: int
-    deterministic: bool = False
-    may_be_empty: bool = True
+    nodes: int  # N, tokens of a draft
+    depth: int  # G, most of them that can be accepted in one round
+    deterministic: bool = False  # whether `Draft.probs` is None at any temperature
+    may_be_empty: bool = True  # whether `Draft.length` can be 0; a call over fewer rows is worth having then
 
 
 @flax.struct.dataclass
 class Round:
-    """What a drafter is told before a round.
+    """What a drafter gets before a round.
 
     Attributes:
       context: the text so far.
@@ -59,19 +50,12 @@ class Round:
 
 @flax.struct.dataclass
 class Outcome:
-    """What a drafter is told after a round.
+    """What a drafter gets after a round."""
 
-    Attributes:
-      context: the text with this round's tokens.
-      verification: the verdict.
-      hidden: [B, N + 1, D], the target's hidden states at the newest token and at each node.
-      features: [B, N + 1, F], likewise, where the target's `spec.feature_layers` names any; else None.
-    """
-
-    context: Context
-    verification: Verification
-    hidden: Array
-    features: Array | None = None
+    context: Context  # with this round's tokens
+    verification: Verification  # the verdict
+    hidden: Array  # [B, N + 1, D], the target's states at the newest token and at each node
+    features: Array | None = None  # [B, N + 1, F], where the target's `spec.feature_layers` names any
 
 
 class Drafter(Protocol):
@@ -95,40 +79,3 @@ class Drafter(Protocol):
     def update(self, state: Any, outcome: Outcome) -> Any:
         """The state for the next round."""
         ...
-
-
-@flax.struct.dataclass
-class NoDrafter:
-    """Guesses nothing: plain decoding."""
-
-    def shape(self, gamma: int) -> DraftShape:
-        return DraftShape(nodes=0, depth=0, deterministic=True, may_be_empty=False)
-
-    def init(self, target: Model, prefill: Prefill, inputs: Inputs, num_slots: int) -> tuple:
-        return ()
-
-    def propose(self, state: tuple, round: Round) -> tuple[Draft, tuple]:
-        batch = len(round.context.length)
-        return Draft(jnp.zeros((batch, 0), jnp.int32), None, jnp.zeros((batch,), jnp.int32)), state
-
-    def update(self, state: tuple, outcome: Outcome) -> tuple:
-        return state
-
-
-def draw(keys: Array, logits: Array, sampling: SamplingConfig) -> tuple[Array, Array | None]:
-    """Draws one token a row.
-
-    Args:
-      keys: [B] PRNG keys.
-      logits: [B, V].
-      sampling: the target's.
-
-    Returns:
-      tokens [B] int32, and q [B, V] that they were drawn from; None where greedy (one-hot). A greedy token is -1
-      where the logits have no highest.
-    """
-    with jax.named_scope('draw'):
-        if sampling.temperature == 0:
-            return likeliest(logits, sampling), None
-        probs = logits_to_probs(logits, sampling)
-        return sample(keys, probs), probs

@@ -11,10 +11,12 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
-from spec_jax.drafters.base import DraftShape, Outcome, Round, draw
-from spec_jax.models.base import Model, next_logits
+from spec_jax.drafters.base import DraftShape, Outcome, Round
+from spec_jax.drafters.draw import draw, fit_vocabulary
+from spec_jax.models.base import Model
+from spec_jax.models.blocks import next_logits
 from spec_jax.runtime.backend import fewest_rows
 from spec_jax.sampling import split_rows
 from spec_jax.types import Cache, Draft, Inputs, Prefill
@@ -64,15 +66,6 @@ class ModelDrafter:
 
     def update(self, state: Cache, outcome: Outcome) -> Cache:
         return state  # the next round's first step keeps what was accepted
-
-
-def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
-    """Cuts or pads logits [..., V'] to [..., vocab_size]; ids that the draft lacks are never proposed."""
-    missing = vocab_size - logits.shape[-1]
-    if missing <= 0:
-        return logits[..., :vocab_size]
-    widths = [(0, 0)] * (logits.ndim - 1) + [(0, missing)]
-    return jnp.pad(logits, widths, constant_values=-jnp.inf)
 
 
 def check_vocabularies(target: list[str], draft: list[str]) -> None:

@@ -39,8 +39,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from spec_jax.drafters.base import DraftShape, Outcome, Round, draw
-from spec_jax.drafters.model import fit_vocabulary
+from spec_jax.drafters.base import DraftShape, Outcome, Round
+from spec_jax.drafters.draw import draw, fit_vocabulary
 from spec_jax.models.base import Model
 from spec_jax.sampling import split_rows
 from spec_jax.types import Context, Draft, Inputs, Prefill

@@ -20,8 +20,8 @@ from spec_jax.drafters.base import Drafter, DraftShape, Outcome, Round
 from spec_jax.measure.scoring import cumulative_place, score_from
 from spec_jax.models.base import Model, ModelSpec
 from spec_jax.runtime.backend import jit
-from spec_jax.stats import Stats
-from spec_jax.types import Draft, Inputs, Output, Prefill, SpecState
+from spec_jax.state import Output, SpecState, Stats
+from spec_jax.types import Draft, Inputs, Prefill
 
 
 @flax.struct.dataclass

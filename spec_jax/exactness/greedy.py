@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.analysis import add_stats
-from spec_jax.drafters.base import NoDrafter
+from spec_jax.drafters.none import NoDrafter
 from spec_jax.exactness import audit
 from spec_jax.exactness.checks import (
     EPSILON,
@@ -28,9 +28,8 @@ from spec_jax.exactness.checks import (
 from spec_jax.measure import agreement, runs
 from spec_jax.models.base import Model
 from spec_jax.sampling import row_keys
-from spec_jax.stats import Stats
+from spec_jax.state import Output, Stats
 from spec_jax.text.batches import pad_rows
-from spec_jax.types import Output
 
 
 @dataclasses.dataclass

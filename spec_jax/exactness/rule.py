@@ -1,8 +1,9 @@
 """What the accept/resample rule emits, integrated over its random numbers without a remainder.
 
-The rule is called with keys that hold the numbers to be drawn from them. For a given draft each test passes for all uniforms below some bound, and each token comes out for one stretch of
-them; both are found by bisection down to float32's last bit. Bounds and stretches give the probability of
-everything that a round can emit, to within the 2^-23 of JAX's uniforms.
+The rule is called with keys that hold the numbers to be drawn from them, and has to split them as
+`verification.verify_chain` does. For a given draft each test passes for all uniforms below some bound, and each
+token comes out for one stretch of them; both are found by bisection down to float32's last bit. Bounds and
+stretches give the probability of everything that a round can emit, to within the 2^-23 of JAX's uniforms.
 
 Axes: R rules (a draft text under one sampling and draft length), Q questions asked of each, G draft length,
 V vocabulary, C coordinates of a key.

@@ -14,16 +14,17 @@ import numpy as np
 from jax import Array
 
 from spec_jax.analysis import add_stats
-from spec_jax.drafters.base import Drafter, NoDrafter
+from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.model import ModelDrafter
+from spec_jax.drafters.none import NoDrafter
 from spec_jax.exactness import audit, statistics
 from spec_jax.exactness.checks import Check, Pair, Progress, quiet, to_inputs, width, with_sampling
 from spec_jax.failures import SUM_TOLERANCE, Failure
 from spec_jax.measure.setup import Settings
 from spec_jax.models.base import Model
 from spec_jax.sampling import row_keys
-from spec_jax.stats import Stats
-from spec_jax.types import Inputs, Output, SpecState
+from spec_jax.state import Output, SpecState, Stats
+from spec_jax.types import Inputs
 
 _SAME_MODEL = {'float32': 0.999, 'bfloat16': 0.9}  # least alpha of a draft that is the target
 _SAME_ROWS = 16

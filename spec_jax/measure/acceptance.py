@@ -31,6 +31,7 @@ from spec_jax import analysis
 from spec_jax.decoding import DecodeConfig, propose, round_keys, start, target_call, unfinished
 from spec_jax.drafters.base import Drafter
 from spec_jax.failures import failures, raise_on_failure
+from spec_jax.lenience import LenientRule
 from spec_jax.measure import runs
 from spec_jax.measure.scoring import advance_by
 from spec_jax.measure.setup import Settings
@@ -38,8 +39,9 @@ from spec_jax.models.base import Model
 from spec_jax.run.journal import Journal
 from spec_jax.runtime.backend import jit
 from spec_jax.sampling import SamplingConfig
-from spec_jax.types import Inputs, SpecState
-from spec_jax.verification import LenientRule, Scores, overlap
+from spec_jax.state import SpecState
+from spec_jax.types import Inputs
+from spec_jax.verification import Scores, overlap
 
 LENIENCES = (1.0, 0.5, 0.3, 0.1)  # Table 5; 1 is exact, the others are LOSSY
 GAMMAS = (3, 5, 7)  # of Table 2

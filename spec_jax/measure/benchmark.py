@@ -28,8 +28,8 @@ from spec_jax.measure import acceptance, agreement, runs, setup
 from spec_jax.models.base import Model
 from spec_jax.run.journal import Journal
 from spec_jax.sampling import SamplingConfig
+from spec_jax.state import Stats
 from spec_jax.text import metrics
-from spec_jax.types import Stats
 
 FEWEST_BATCHES = 5  # an interval from fewer would say more than is known
 _RESAMPLES = 2000

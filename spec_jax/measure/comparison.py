@@ -20,7 +20,8 @@ from tabulate import tabulate
 from spec_jax import analysis
 from spec_jax.measure import agreement, runs, setup
 from spec_jax.models.base import Model
-from spec_jax.types import Inputs, Stats
+from spec_jax.state import Stats
+from spec_jax.types import Inputs
 
 NAMES = {
     'generate': 'transformers: generate',

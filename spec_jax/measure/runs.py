@@ -16,17 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import analysis
-from spec_jax.decoding import generate, plain_generate
 from spec_jax.drafters.base import Drafter
+from spec_jax.generation import generate, plain_generate
 from spec_jax.measure import timing
 from spec_jax.measure.setup import Settings
 from spec_jax.models.base import Model
 from spec_jax.run.journal import Journal
 from spec_jax.runtime import sharding
 from spec_jax.sampling import row_keys
-from spec_jax.stats import Stats
+from spec_jax.state import Output, Stats
 from spec_jax.text.batches import Batch, bucket_batches
-from spec_jax.types import Inputs, Output
+from spec_jax.types import Inputs
 
 TIMER_SAMPLES = 15
 STATS = [field.name for field in dataclasses.fields(Stats)]  # of each line, in a journal

@@ -12,11 +12,13 @@ import numpy as np
 from jax import Array, lax
 
 from spec_jax.decoding import DecodeConfig, Verified, advance, propose, start, target_call
-from spec_jax.drafters.base import Drafter, NoDrafter
+from spec_jax.drafters.base import Drafter
+from spec_jax.drafters.none import NoDrafter
 from spec_jax.models.base import Model
 from spec_jax.runtime.backend import jit
 from spec_jax.sampling import SamplingConfig, logits_to_probs, row_keys
-from spec_jax.types import Draft, Inputs, SpecState, Verification
+from spec_jax.state import SpecState
+from spec_jax.types import Draft, Inputs, Verification
 from spec_jax.verification import at_token
 
 _UNTEMPERED = SamplingConfig()

@@ -14,13 +14,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from spec_jax.decoding import MAX_GAMMA, DecodeConfig
+from spec_jax.lenience import lenient
 from spec_jax.models.base import Model
 from spec_jax.models.load import load_model
 from spec_jax.runtime import sharding
 from spec_jax.sampling import SamplingConfig
 from spec_jax.text import data, hub_data
 from spec_jax.text.tokenizers import load_tokenizer
-from spec_jax.verification import lenient
 
 AUTO = 'auto'  # in place of a gamma: `auto_gamma` chooses it
 

@@ -25,8 +25,8 @@ from spec_jax import analysis
 from spec_jax.measure import runs
 from spec_jax.measure.runs import Program
 from spec_jax.measure.setup import Settings
+from spec_jax.state import Stats
 from spec_jax.text.batches import bucket_lengths
-from spec_jax.types import Stats
 
 _COMPILED = (
     '/jax/core/compile/backend_compile_duration'  # a program read from the compilation cache counts, too

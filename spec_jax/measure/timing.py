@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from spec_jax.decoding import DecodeConfig, append, call_lengths, speculative_step, start, target_call
-from spec_jax.drafters.base import Drafter, NoDrafter, Round
+from spec_jax.drafters.base import Drafter, Round
+from spec_jax.drafters.none import NoDrafter
 from spec_jax.models.base import Model
 from spec_jax.runtime.backend import jit
 from spec_jax.runtime.selection import first

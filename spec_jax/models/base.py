@@ -1,10 +1,9 @@
-"""What the decoding loop asks of a model, and the blocks that it is called with.
+"""What the decoding loop asks of a model.
 
 A model is a pytree: its parameters are leaves, so that they enter `jax.jit` as arguments, and all
 else is static. Any class with these members will do; nothing has to inherit from `Model`.
 
-Axes: B rows, T tokens of one call, W last tokens of a text, N nodes of a draft, G draft depth, V vocabulary,
-D model width, F feature width.
+Axes: B rows, T tokens of one call, G draft depth, V vocabulary, D model width, F feature width.
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from spec_jax.runtime import backend
-from spec_jax.types import Block, Cache, Context, Draft, Inputs, Prefill
+from spec_jax.types import Block, Cache, Inputs, Prefill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Model(Protocol):
 
         Args:
           inputs: of B rows; one with an empty mask gets a context of length 1 all the same.
-          num_slots: tokens that may follow the prompt, those of drafts included: room for them in context and cache.
+          num_slots: tokens that may follow the prompt, drafts included: room for them in context and cache.
         """
         ...
 
@@ -70,36 +66,3 @@ class Model(Protocol):
     def keep(self, cache: Cache, nodes: Array | None, length: Array) -> Cache:
         """Keeps the first `length` [B] tokens of each row (`cache.keep` has the arguments)."""
         ...
-
-
-def draft_block(context: Context, draft: Draft, width: int = 1) -> Block:
-    """The last `width` W tokens of the text and the draft after them, W + N tokens.
-
-    A chain's nodes have consecutive positions; in a tree a node's position is by its depth, and it looks at the text
-    and at the nodes that it follows. More than the newest token is for chains.
-    """
-    newest, nodes = context.length[:, None] - 1, draft.tokens.shape[1]
-    tokens = jnp.concatenate([context.last(width), draft.tokens], axis=1)
-    if draft.parents is None:
-        return Block(tokens, newest + jnp.arange(1 - width, nodes + 1))
-    ancestors = np.eye(nodes + 1, dtype=bool)
-    for node, parent in enumerate(draft.parents):
-        ancestors[node + 1] |= ancestors[parent + 1]
-    return Block(tokens, newest + ancestors.sum(1) - 1, jnp.asarray(ancestors)[None])
-
-
-def next_logits(model: Model, cache: Cache, tokens: Array, newest: Array) -> tuple[Array, Cache]:
-    """Reads the last tokens [B, W] of a text, of which all but the newest may have been read before.
-
-    Args:
-      model: any model.
-      cache: holds at least the tokens before these.
-      tokens: the last at position `newest` [B].
-
-    Returns:
-      The scores [B, V] of the token after the newest one, and the cache.
-    """
-    positions = newest[:, None] + jnp.arange(1 - tokens.shape[1], 1)
-    hidden, _, cache = model.decode(Block(tokens, positions), model.keep(cache, None, positions[:, 0]))
-    rows = min(tokens.shape[1], backend.fewest_rows(len(tokens)))
-    return model.logits(hidden[:, -rows:])[:, -1], cache

@@ -27,8 +27,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from spec_jax import decoding
 from spec_jax.decoding import DecodeConfig
-from spec_jax.drafters.base import Drafter, NoDrafter, Round
+from spec_jax.drafters.base import Drafter, Round
 from spec_jax.drafters.model import ModelDrafter
+from spec_jax.drafters.none import NoDrafter
 from spec_jax.models.base import Model
 from spec_jax.models.shape import ModelShape
 from spec_jax.runtime import backend, sharding

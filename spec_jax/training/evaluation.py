@@ -14,7 +14,8 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from spec_jax.decoding import DecodeConfig, plain_generate
+from spec_jax.decoding import DecodeConfig
+from spec_jax.generation import plain_generate
 from spec_jax.models.t5 import T5
 from spec_jax.sampling import GREEDY, SamplingConfig, row_keys
 from spec_jax.text import data, metrics

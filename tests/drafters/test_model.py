@@ -14,7 +14,8 @@ import pytest
 from spec_jax.decoding import DecodeConfig, speculative_loop
 from spec_jax.drafters import model
 from spec_jax.drafters.base import Round
-from spec_jax.drafters.model import ModelDrafter, check_vocabularies, fit_vocabulary
+from spec_jax.drafters.draw import fit_vocabulary
+from spec_jax.drafters.model import ModelDrafter, check_vocabularies
 from spec_jax.runtime import backend
 from spec_jax.sampling import GREEDY, SamplingConfig, logits_to_probs, row_keys
 from spec_jax.testing import ModelWrapper, TableModel, chi_square, histogram, prompts

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.decoding import DecodeConfig, generate, plain_generate
+from spec_jax.decoding import DecodeConfig
 from spec_jax.drafters import ngram
 from spec_jax.drafters.base import Round
+from spec_jax.generation import generate, plain_generate
 from spec_jax.sampling import GREEDY, SamplingConfig, logits_to_probs, row_keys
 from spec_jax.testing import TableModel, chi_square, histogram, joint, next_distributions, prompts
 from spec_jax.training.ngram import count_ngrams

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.decoding import DecodeConfig, generate, plain_generate
+from spec_jax.decoding import DecodeConfig
 from spec_jax.drafters.base import Outcome, Round
 from spec_jax.drafters.prompt_lookup import LookupState, PromptLookup
+from spec_jax.generation import generate, plain_generate
 from spec_jax.models.t5 import T5, T5Config
 from spec_jax.sampling import GREEDY, SamplingConfig, row_keys
 from spec_jax.testing import TableModel, chi_square, histogram, joint, next_distributions

@@ -19,9 +19,8 @@ from spec_jax.exactness.sampled import Size, sampled
 from spec_jax.measure.scoring import score_texts
 from spec_jax.measure.setup import Settings
 from spec_jax.models.base import ModelSpec
-from spec_jax.stats import Stats
+from spec_jax.state import Output, Stats
 from spec_jax.testing import ScriptedDrafter, TableModel
-from spec_jax.types import Output
 
 V, EOS, PAD = 6, 1, 0
 SPEC = ModelSpec(V, (EOS,), PAD)

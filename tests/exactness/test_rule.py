@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from spec_jax.exactness import rule
+from spec_jax.lenience import LenientRule
 from spec_jax.sampling import GREEDY, SamplingConfig, split_rows
 from spec_jax.testing import joint
-from spec_jax.verification import LenientRule
 
 pytestmark = pytest.mark.usefixtures('optimised')
 

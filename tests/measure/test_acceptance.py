@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.decoding import DecodeConfig, plain_generate
+from spec_jax.decoding import DecodeConfig
 from spec_jax.drafters.base import DraftShape
 from spec_jax.drafters.model import ModelDrafter
+from spec_jax.generation import plain_generate
 from spec_jax.measure import acceptance, runs, setup
 from spec_jax.run.journal import Journal
 from spec_jax.sampling import GREEDY, SamplingConfig, row_keys

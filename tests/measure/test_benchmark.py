@@ -15,7 +15,7 @@ from spec_jax.measure.benchmark import Cell
 from spec_jax.models.t5 import T5, T5Config
 from spec_jax.run.journal import Journal
 from spec_jax.sampling import GREEDY
-from spec_jax.stats import Stats
+from spec_jax.state import Stats
 from spec_jax.text.data import Example
 
 BASE = Cell('model', 0.0, 4, 1)

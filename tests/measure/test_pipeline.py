@@ -13,7 +13,7 @@ from spec_jax.drafters.model import ModelDrafter
 from spec_jax.measure import agreement, runs, setup
 from spec_jax.models.t5 import T5, T5Config
 from spec_jax.sampling import GREEDY, SamplingConfig
-from spec_jax.stats import Stats
+from spec_jax.state import Stats
 
 CONFIG = T5Config(
     vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1

@@ -9,7 +9,7 @@ import make_golden
 import numpy as np
 import pytest
 
-from spec_jax.models.base import draft_block
+from spec_jax.models.blocks import draft_block
 from spec_jax.models.t5 import T5, T5Config, dropout, relative_bucket
 from spec_jax.models.t5_weights import load_t5
 from spec_jax.types import Block, Context, Draft, Inputs

@@ -19,8 +19,9 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from spec_jax.decoding import DecodeConfig, _generate
+from spec_jax.decoding import DecodeConfig
 from spec_jax.drafters.model import ModelDrafter
+from spec_jax.generation import _generate
 from spec_jax.measure import runs, setup
 from spec_jax.models.load import load_model
 from spec_jax.models.t5 import PARTITION_RULES, T5, T5Config

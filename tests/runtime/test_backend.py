@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.decoding import DecodeConfig, _generate
-from spec_jax.drafters.base import NoDrafter
+from spec_jax.decoding import DecodeConfig
 from spec_jax.drafters.model import ModelDrafter
+from spec_jax.drafters.none import NoDrafter
 from spec_jax.drafters.prompt_lookup import PromptLookup
 from spec_jax.drafters.thrifty import Thrifty
+from spec_jax.generation import _generate
 from spec_jax.models.t5 import T5, T5Config
 from spec_jax.runtime import backend
 from spec_jax.sampling import GREEDY, row_keys

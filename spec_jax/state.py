@@ -1,13 +1,17 @@
-"""Counts kept inside the loop.
+"""What the loop carries, what it counts, and what comes out of it.
 
 Axes: B rows, G draft depth, N nodes of a draft.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax.numpy as jnp
 from jax import Array
+
+from spec_jax.types import Cache, Context, Draft, Verification
 
 
 @flax.struct.dataclass
@@ -53,23 +57,64 @@ class Stats:
         )
 
 
+@flax.struct.dataclass
+class SpecState:
+    """The carry of the loop, a pytree; its rounds so far are `stats.rounds`.
+
+    Attributes:
+      context: the text so far.
+      done: [B] bool, rows that have ended.
+      failed: [B] int32, bits of `failures.Failure`; 0 while all is well.
+      limit: [B] int32, most tokens of each row's output.
+      keys: [B] PRNG keys, one a row; a round folds the row's own count of rounds in.
+      target_cache: the target's; it holds all but the newest token.
+      draft_state: the drafter's own; None without one.
+      stats: counts so far.
+    """
+
+    context: Context
+    done: Array
+    failed: Array
+    limit: Array
+    keys: Array
+    target_cache: Cache
+    draft_state: Any
+    stats: Stats
+
+
+@flax.struct.dataclass
+class Output:
+    """What a decoder returns.
+
+    Attributes:
+      tokens: [B, max_new_tokens] int32, EOS included, then padding.
+      length: [B] int32, tokens before the padding.
+      failed: [B] int32, bits of `failures.Failure`; 0 where all went well.
+      stats: counts of the run.
+    """
+
+    tokens: Array
+    length: Array
+    failed: Array
+    stats: Stats
+
+
 def count_round(
-    stats: Stats, *, proposed: Array, accepted: Array, emitted: Array, beta: Array, called: Array
+    stats: Stats, draft: Draft, verification: Verification, emitted: Array, called: Array
 ) -> Stats:
     """Adds one round. A draft token after an EOS or the limit was not tested and is not counted.
 
     Args:
       stats: of the rounds before.
-      proposed: [B] int32, depth of the draft.
-      accepted: [B] int32, as the rule has it.
-      emitted: [B] int32; 0 for a row that is done or failed.
-      beta: [B, G] float32, probability of acceptance by depth.
+      draft: of the round.
+      verification: the verdict.
+      emitted: [B] int32, tokens appended; 0 for a row that is done or failed.
       called: scalar int32, draft tokens that the target call was over.
     """
     active = emitted > 0
-    tested = jnp.minimum(emitted, proposed)
-    accepted = jnp.minimum(emitted, accepted)
-    counted = jnp.arange(beta.shape[1]) < tested[:, None]
+    tested = jnp.minimum(emitted, _depth(draft))
+    accepted = jnp.minimum(emitted, verification.num_accepted)
+    counted = jnp.arange(verification.beta.shape[1]) < tested[:, None]
     by_number = jnp.arange(stats.histogram.shape[1]) == accepted[:, None]
     by_call = jnp.arange(stats.calls.shape[1]) == called
     return Stats(
@@ -77,7 +122,18 @@ def count_round(
         tested_at=stats.tested_at + counted,
         accepted=stats.accepted + accepted,
         histogram=stats.histogram + (by_number & active[:, None]),
-        overlap=stats.overlap + jnp.where(counted, beta, 0.0).sum(-1),
+        overlap=stats.overlap + jnp.where(counted, verification.beta, 0.0).sum(-1),
         emitted=stats.emitted + emitted,
         calls=stats.calls + (by_call & active[:, None]),
     )
+
+
+def _depth(draft: Draft) -> Array:
+    """[B] int32, the greatest depth of a draft's valid nodes; in a chain their number."""
+    if draft.parents is None:
+        return draft.length
+    depths = [0]
+    for parent in draft.parents:
+        depths.append(depths[parent + 1] + 1)
+    valid = jnp.arange(len(draft.parents)) < draft.length[:, None]
+    return jnp.where(valid, jnp.array(depths[1:]), 0).max(-1, initial=0)
