@@ -1,8 +1,8 @@
 """The one way from logits to a distribution, and from a distribution to a token.
 
 The accept test, the residual, the bonus token, the draft's own sampling and the plain decoder all come through
-here, in float32. At temperature 0 the distribution is one-hot; where its token is all that counts, `likeliest` takes
-that from the logits, and neither a distribution nor a random number is made.
+here, in float32. At temperature 0 the distribution is one-hot; where its token is all that counts, `likeliest`
+takes that from the logits, and neither a distribution nor a random number is made.
 
 Axes: B rows, V vocabulary.
 """
