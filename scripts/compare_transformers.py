@@ -33,7 +33,6 @@ from spec_jax.models.base import Model
 from spec_jax.models.load import load_model
 from spec_jax.models.t5_weights import save_t5
 from spec_jax.run import cli, report
-from spec_jax.runtime.backend import fewest_rows
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for report.json and report.md.', required=True)
@@ -175,7 +174,7 @@ def _make_pair(torch, config, settings, workdir) -> _Sides:
         'and take as long as with any weights. No text ends before its limit.'
     )
     data = f'{len(tokens)} random prompts of {_PROMPT_LENGTH} tokens, seed {config.seed}'
-    return _Sides(target, ModelDrafter(draft, fewest_rows()), theirs, list(tokens), weights, data)
+    return _Sides(target, ModelDrafter(draft), theirs, list(tokens), weights, data)
 
 
 def _save_shapes(shape, writes, config, target_path, draft_path):

@@ -33,6 +33,7 @@ from spec_jax.models.base import Model
 from spec_jax.models.blocks import draft_block
 from spec_jax.runtime import backend
 from spec_jax.runtime.rows import call_over_fewest
+from spec_jax.runtime.sharding import varying_as
 from spec_jax.runtime.updates import write
 from spec_jax.sampling import SamplingConfig, split_rows
 from spec_jax.state import Output, SpecState, Stats, count_round
@@ -82,14 +83,10 @@ def speculative_loop(
 def start(
     target: Model, drafter: Drafter, inputs: Inputs, keys: Array, limits: Array | None = None, *, config
 ) -> SpecState:
-    """Reads the prompts of B rows and lays out the buffers.
+    """Reads the prompts of B rows and lays out the buffers; without a draft, for `NoDrafter()`, as well.
 
-    Args:
-      target, inputs: the model and its prompts.
-      drafter: the draft; `NoDrafter()` for plain decoding.
-      keys: [B] PRNG keys.
-      limits: [B] int32, at most `config.max_new_tokens`, which is what None stands for.
-      config: a `DecodeConfig`, static.
+    Args are a model, its draft and prompts, [B] PRNG keys, and [B] int32 limits of new tokens, each at most the
+    config's `max_new_tokens`, which is what None stands for; `config` is a `DecodeConfig`, static.
     """
     batch, shape = inputs.tokens.shape[0], drafter.shape(config.gamma)
     num_slots = config.max_new_tokens + shape.nodes + 1
@@ -97,7 +94,7 @@ def start(
         limits = jnp.full((batch,), config.max_new_tokens, jnp.int32)
     with jax.named_scope('prefill'):
         prefill = target.prefill(inputs, num_slots)
-        return SpecState(
+        state = SpecState(
             context=prefill.context,
             done=~inputs.mask.any(-1) | (limits < 1),
             failed=jnp.zeros((batch,), jnp.int32),
@@ -107,6 +104,7 @@ def start(
             draft_state=drafter.init(target, prefill, inputs, num_slots),
             stats=Stats.zero(batch, shape.depth, shape.nodes),
         )
+        return varying_as(state, inputs.mask)
 
 
 def unfinished(state: SpecState) -> Array:

@@ -122,6 +122,23 @@ def rows_are_apart() -> bool:
     return dict(jax.sharding.get_abstract_mesh().shape).get(DATA, 1) > 1
 
 
+def varying_as(tree: Any, like: Array) -> Any:
+    """The tree, within a `jax.shard_map`, declared to differ between devices wherever `like` does.
+
+    A loop needs what it carries declared alike from the first pass on, zeros included. Elsewhere nothing changes.
+    """
+
+    def axes(x) -> frozenset[str]:
+        kind = getattr(jax.typeof(x), 'manual_axis_type', None)
+        return kind.varying if kind else frozenset()
+
+    def one(x):
+        missing = tuple(sorted(axes(like) - axes(x)))
+        return lax.pcast(x, missing, to='varying') if missing else x
+
+    return jax.tree.map(one, tree)
+
+
 def whole_distributions(x: Array) -> Array:
     """x [..., V], in the program being traced, with all of V on every device that has the row.
 

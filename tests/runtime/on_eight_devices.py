@@ -17,17 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from spec_jax.decoding import DecodeConfig
+from spec_jax.decoding import DecodeConfig, speculative_loop
 from spec_jax.drafters.model import ModelDrafter
-from spec_jax.generation import _generate
+from spec_jax.generation import _generate, generate
 from spec_jax.measure import runs, setup
 from spec_jax.models.load import load_model
 from spec_jax.models.t5 import PARTITION_RULES, T5, T5Config
 from spec_jax.models.t5_weights import load_t5, save_t5
 from spec_jax.runtime import sharding
-from spec_jax.sampling import GREEDY, SamplingConfig
+from spec_jax.sampling import GREEDY, SamplingConfig, row_keys
+from spec_jax.testing import TableModel, prompts
 from spec_jax.types import Block
 
 CONFIG = T5Config(
@@ -144,6 +146,24 @@ def test_caches_are_split_by_row_and_head_no_weight_travels_and_greedy_ids_are_t
     output = compiled(target, drafter, inputs, keys)
     for line, ids in runs.ids_by_line(batch, output).items():
         np.testing.assert_array_equal(ids, on_one_device(GREEDY).ids[line])
+
+
+@pytest.mark.parametrize('check_vma', [True, False])
+def test_within_shard_map_each_device_decodes_its_own_rows(check_vma):
+    """Of a user's own mesh: every device runs a loop of its own, and a row's text is the one it has anywhere."""
+    target = TableModel.random(jax.random.key(0), 12, order=2, num_tables=16, eos_id=1)
+    drafter = ModelDrafter(TableModel.random(jax.random.key(1), 12, order=2, num_tables=16))
+    inputs, keys, config = prompts(range(16)), row_keys(jax.random.key(2), np.arange(16)), DecodeConfig(3, 20)
+    expected = generate(target, drafter, inputs, keys, config)
+    mesh = jax.make_mesh((8,), ('rows',), axis_types=(AxisType.Auto,))
+    loop = lambda target, drafter, inputs, keys: speculative_loop(
+        target, drafter, inputs, keys, config=config
+    )  # noqa: E731
+    specs = dict(in_specs=(P(), P(), P('rows'), P('rows')), out_specs=P('rows'))
+    program = jax.jit(jax.shard_map(loop, mesh=mesh, check_vma=check_vma, **specs))
+    output = program(target, drafter, inputs, keys)
+    jax.tree.map(np.testing.assert_array_equal, output, expected)
+    assert len(output.tokens.sharding.device_set) == 8
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from tiny import LINES, PAIR, assert_refused, runner, save_models
 
 from spec_jax.measure import overhead
 from spec_jax.run.report import KEYS
-from spec_jax.runtime.backend import rows_toll
+from spec_jax.runtime.backend import row_cost
 from spec_jax.types import Inputs
 
 
@@ -35,7 +35,7 @@ def test_oracles_are_accepted_as_often_as_asked_and_change_no_output(run, world)
     *oracles, real = report['drafts']
     thrifty, oracles = ([row for row in oracles if row['thrifty'] is kind] for kind in (True, False))
     assert [row['right'] for row in oracles] == list(overhead.RIGHT)
-    assert [row['right'] for row in thrifty] == (list(overhead.RIGHT_THRIFTY) if rows_toll(2) else [])
+    assert [row['right'] for row in thrifty] == (list(overhead.RIGHT_THRIFTY) if row_cost(2) else [])
     assert all(row['greedy_match'] == 1.0 and row['mismatches'] == [] for row in report['drafts'])
     assert {row['tokens'] for row in report['drafts']} == {report['tokens']}
     never, always = oracles[0], oracles[-1]
@@ -46,7 +46,7 @@ def test_oracles_are_accepted_as_often_as_asked_and_change_no_output(run, world)
     assert real['draft'] == 'prompt_lookup' and 1 < real['tokens_per_call'] <= 3
     for row in report['drafts']:
         assert row['time_per_token'] * row['speedup'] == pytest.approx(1)
-    assert report['never_right_outspoken'] == pytest.approx(never['time_per_token'])
+    assert report['never_right_always_guessing'] == pytest.approx(never['time_per_token'])
     assert all(row['cost_of_calls'] == pytest.approx(row['cost_of_rows']) for row in oracles)
     assert report['never_right'] == pytest.approx((thrifty or [never])[0]['time_per_token'])
 
@@ -93,7 +93,7 @@ def test_an_oracle_knows_a_source_in_any_batch_of_any_width(width):
     oracle = overhead.make_oracle(SOURCES, [[1], [1], [1]], 1.0, vocab_size=7, length=2, pad_id=0)
     order = [row for row in (2, 1, 0, 2) if len(SOURCES[row]) <= width]
     tokens = np.stack([np.pad(SOURCES[row], (0, width - len(SOURCES[row]))) for row in order])
-    np.testing.assert_array_equal(oracle.init(Inputs(tokens, tokens > 0), 0), order)
+    np.testing.assert_array_equal(oracle.init(None, None, Inputs(tokens, tokens > 0), 0), order)
 
 
 def rows(*points, thrifty=False):
@@ -114,14 +114,14 @@ def rows(*points, thrifty=False):
 def test_conclusions(points, never_right, break_even, at_gaining):
     real = dict(right=None, alpha=0.01, speedup=7.0, thrifty=False)  # no oracle: not looked at
     expected = dict(never_right=never_right, break_even_alpha=break_even, speedup_at_gaining_alpha=at_gaining)
-    outspoken = {f'{name}_outspoken': one for name, one in expected.items()}
+    always = {f'{name}_always_guessing': one for name, one in expected.items()}
     found = overhead.conclusions([real, *rows(*points)])
-    assert found == pytest.approx(expected | outspoken)
+    assert found == pytest.approx(expected | always)
     said = overhead.sentences(found, 3)[1]
     assert said.count('at no alpha' if break_even is None else f'from alpha = {break_even:.2f} on') == 2
 
     thrifty = rows((1, 2.0), (0, 0.96), (0.1, 0.98), (0.2, 1.02), thrifty=True)
     found = overhead.conclusions([*rows(*points), real, *thrifty])
     shipped = dict(never_right=1 / 0.96, break_even_alpha=0.15, speedup_at_gaining_alpha=1.02)
-    assert found == pytest.approx(shipped | outspoken)
+    assert found == pytest.approx(shipped | always)
     assert 'from alpha = 0.15 on (the aim: from 0.2)' in overhead.sentences(found, 3)[1]
