@@ -1,4 +1,4 @@
-"""The shipped pair, and the README's example of it."""
+"""The shipped pair, and the README's examples of it."""
 
 import os
 import pathlib
@@ -7,11 +7,22 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import GREEDY, analysis, demo
-from spec_jax.decoding import DecodeConfig
+from spec_jax import (
+    GREEDY,
+    DecodeConfig,
+    Inputs,
+    SamplingConfig,
+    analysis,
+    demo,
+    generate,
+    row_keys,
+    speculative_loop,
+    stream,
+)
 from spec_jax.drafters.model import ModelDrafter, check_vocabularies
 from spec_jax.measure import agreement, runs, setup
 from spec_jax.models.t5_weights import load_t5
@@ -58,12 +69,41 @@ def test_it_translates_the_same_both_ways_and_drafts_are_mostly_right(pair):
     assert all(np.isin(ids, range(len(tokenizer))).all() for ids in fast.ids)
 
 
-def test_the_readme_example_runs():
+def test_the_readmes_examples_run_and_what_is_streamed_is_generates_text():
     """Compiled as users do, not as conftest.py has it."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(('JAX_DISABLE_', 'XLA_'))}
-    code = re.search(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.DOTALL)[1]
+    blocks = re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.DOTALL)
+    code = blocks[0] + next(block for block in blocks if 'in stream(' in block)
     done = subprocess.run(
         [sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT, timeout=600, env=env
     )
     assert done.returncode == 0, done.stderr
-    assert 'Boston' in done.stdout
+    text, *pieces = done.stdout.splitlines()
+    assert 'Boston' in text
+    streamed = [int(number) for piece in pieces for number in re.findall(r'\d+', piece.partition('dtype')[0])]
+    assert len(pieces) > 1 and load_tokenizer(demo.TARGET).decode(streamed, skip_special_tokens=True) in text
+
+
+@pytest.mark.parametrize('sampling', [GREEDY, SamplingConfig()], ids=['greedy', 'sampled'])
+def test_the_pairs_stream_and_its_loop_under_jit_and_vmap_are_generate(pair, sampling):
+    target, drafter = (model.for_decoding() for model in (pair[0], pair[1].model))
+    drafter, tokenizer = ModelDrafter(drafter), load_tokenizer(demo.TARGET)
+    batch = tokenizer(
+        ['Tom lives in Boston, and I have not seen him for a long time.', 'I do not know.'],
+        return_tensors='np',
+        padding=True,
+    )
+    inputs = Inputs(batch['input_ids'], batch['attention_mask'] == 1)
+    config, key = DecodeConfig(3, 24, sampling), jax.random.key(3)
+    expected = generate(target, drafter, inputs, key, config)
+    rows = [row[:end].tolist() for row, end in zip(np.asarray(expected.tokens), expected.length, strict=True)]
+    pieces = list(stream(target, drafter, inputs, key, config, rounds=2))
+    assert len(pieces) > 1
+    assert [np.concatenate(parts).tolist() for parts in zip(*pieces, strict=True)] == rows
+
+    def program(key):
+        return speculative_loop(target, drafter, inputs, row_keys(key, jnp.arange(2)), config=config)
+
+    np.testing.assert_array_equal(jax.jit(program)(key).tokens, expected.tokens)
+    keys = jnp.stack([jax.random.key(1), key])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(program))(keys).tokens[1], expected.tokens)

@@ -156,9 +156,10 @@ def test_within_shard_map_each_device_decodes_its_own_rows(check_vma):
     inputs, keys, config = prompts(range(16)), row_keys(jax.random.key(2), np.arange(16)), DecodeConfig(3, 20)
     expected = generate(target, drafter, inputs, keys, config)
     mesh = jax.make_mesh((8,), ('rows',), axis_types=(AxisType.Auto,))
-    loop = lambda target, drafter, inputs, keys: speculative_loop(
-        target, drafter, inputs, keys, config=config
-    )  # noqa: E731
+
+    def loop(target, drafter, inputs, keys):
+        return speculative_loop(target, drafter, inputs, keys, config=config)
+
     specs = dict(in_specs=(P(), P(), P('rows'), P('rows')), out_specs=P('rows'))
     program = jax.jit(jax.shard_map(loop, mesh=mesh, check_vma=check_vma, **specs))
     output = program(target, drafter, inputs, keys)

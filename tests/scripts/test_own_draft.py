@@ -1,18 +1,18 @@
-"""The README's draft of one's own, in a file outside the package: every script takes it."""
+"""The README's draft and rule of one's own, outside the package: every script takes the draft."""
 
 import json
 import re
 
+import jax
 import pytest
 from tiny import LINES, PAIR, ROOT, runner, save_models
 
-from spec_jax import conformance
+from spec_jax import GREEDY, DecodeConfig, conformance, generate, plain_generate
+from spec_jax.drafters.model import ModelDrafter
+from spec_jax.testing import TableModel, prompts
 
-CODE = next(
-    code
-    for code in re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.DOTALL)
-    if 'class CopySource' in code
-)
+BLOCKS = re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.DOTALL)
+CODE = next(code for code in BLOCKS if 'class CopySource' in code)
 SMALL = {
     'generate.py': ['--config.compare=True', '--config.repeats=1'],
     'verify.py': [
@@ -57,3 +57,13 @@ def test_it_conforms(name):
     exec(CODE, space)  # what the README shows is what is tested
     result = conformance.CHECKS[name](lambda target: space['CopySource']())
     assert result.passed, result.detail
+
+
+def test_the_readmes_rule_keeps_at_most_two_tokens_and_the_targets_text():
+    space = {}
+    exec(next(code for code in BLOCKS if 'class AtMostTwo' in code), space)
+    target = TableModel.random(jax.random.key(0), 8, num_tables=8)
+    config = DecodeConfig(4, 20, GREEDY, rule=space['AtMostTwo']())
+    output = generate(target, ModelDrafter(target), prompts(range(8)), jax.random.key(0), config)
+    plain = plain_generate(target, prompts(range(8)), jax.random.key(0), config)
+    assert (output.tokens == plain.tokens).all() and (output.stats.histogram[:, 2] >= 6).all()
