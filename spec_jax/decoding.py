@@ -144,10 +144,11 @@ def round_keys(state: SpecState) -> Array:
 
 def propose(target: Model, drafter: Drafter, state: SpecState, keys: Array, *, config: DecodeConfig):
     """The drafter's proposal, of checked shapes, and its state."""
-    vocab_size = target.spec.vocab_size
+    vocab_size, shape = target.spec.vocab_size, drafter.shape(config.gamma)
     round = Round(state.context, keys, config.gamma, config.sampling, vocab_size)
     draft, draft_state = drafter.propose(state.draft_state, round)
-    check_draft(draft, len(state.done), drafter.shape(config.gamma).nodes, vocab_size)
+    sampled = config.sampling.temperature > 0 and not shape.deterministic
+    check_draft(draft, len(state.done), shape.nodes, vocab_size, sampled)
     return draft, draft_state
 
 

@@ -52,8 +52,16 @@ def failures(no_target: Array, draft: Draft, vocab_size: int) -> Array:
     return sum(jnp.where(rows, kind.value, 0) for kind, rows in bits.items())
 
 
-def check_draft(draft: Draft, batch: int, nodes: int, vocab_size: int) -> None:
-    """Raises ValueError, as the loop is traced, for a draft of wrong shapes, kinds of numbers or parents."""
+def check_draft(draft: Draft, batch: int, nodes: int, vocab_size: int, sampled: bool) -> None:
+    """Raises ValueError, as the loop is traced, for a draft that is not what its drafter's shape says.
+
+    Args:
+      draft: of B rows.
+      batch: B.
+      nodes: N.
+      vocab_size: V.
+      sampled: whether it has to have `probs`.
+    """
     expected = dict(tokens=(jnp.integer, (batch, nodes)), length=(jnp.integer, (batch,)))
     if draft.probs is not None:
         expected['probs'] = (jnp.floating, (batch, nodes, vocab_size))
@@ -64,6 +72,11 @@ def check_draft(draft: Draft, batch: int, nodes: int, vocab_size: int) -> None:
                 f'Draft.{name}: expected {kind.__name__} numbers of shape {list(shape)}, got {array.dtype} of '
                 f"shape {list(array.shape)}; see the drafter's propose"
             )
+    if sampled and draft.probs is None:
+        raise ValueError(
+            'Draft.probs: expected the distributions that tokens were sampled from, got None; give them, or say in '
+            "the drafter's shape that it is deterministic"
+        )
     parents = draft.parents
     if parents is not None and (
         len(parents) != nodes or not all(-1 <= parent < node for node, parent in enumerate(parents))
