@@ -88,7 +88,7 @@ def test_a_recipe_has_every_key_that_the_scripts_read(name, monkeypatch, tmp_pat
     # Some sections are read by index, which no reader of scripts sees: they are as in the first recipe.
     assert leaves(config) == leaves(load('demo_ende.py'))
     settings = setup.settings_from(config)
-    assert settings.gamma == config.gamma and settings.batch_size == 1
+    assert settings.decode.gamma == config.gamma and settings.batch_size == 1
     assert config.verify.rows >= config.verify.sampled_prompts and config.alpha.tokens >= 10_000
 
 

@@ -8,7 +8,7 @@ from tiny import LINES, PAIR, assert_refused, runner, save_models
 
 from spec_jax.measure import overhead
 from spec_jax.run.report import KEYS
-from spec_jax.runtime.backend import rows_toll
+from spec_jax.runtime.backend import row_cost
 from spec_jax.types import Inputs
 
 
@@ -35,7 +35,7 @@ def test_oracles_are_accepted_as_often_as_asked_and_change_no_output(run, world)
     *oracles, real = report['drafts']
     thrifty, oracles = ([row for row in oracles if row['thrifty'] is kind] for kind in (True, False))
     assert [row['right'] for row in oracles] == list(overhead.RIGHT)
-    assert [row['right'] for row in thrifty] == (list(overhead.RIGHT_THRIFTY) if rows_toll(2) else [])
+    assert [row['right'] for row in thrifty] == (list(overhead.RIGHT_THRIFTY) if row_cost(2) else [])
     assert all(row['greedy_match'] == 1.0 and row['mismatches'] == [] for row in report['drafts'])
     assert {row['tokens'] for row in report['drafts']} == {report['tokens']}
     never, always = oracles[0], oracles[-1]
@@ -93,7 +93,7 @@ def test_an_oracle_knows_a_source_in_any_batch_of_any_width(width):
     oracle = overhead.make_oracle(SOURCES, [[1], [1], [1]], 1.0, vocab_size=7, length=2, pad_id=0)
     order = [row for row in (2, 1, 0, 2) if len(SOURCES[row]) <= width]
     tokens = np.stack([np.pad(SOURCES[row], (0, width - len(SOURCES[row]))) for row in order])
-    np.testing.assert_array_equal(oracle.init(Inputs(tokens, tokens > 0), 0), order)
+    np.testing.assert_array_equal(oracle.init(None, None, Inputs(tokens, tokens > 0), 0), order)
 
 
 def rows(*points, thrifty=False):
