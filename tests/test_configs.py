@@ -38,18 +38,18 @@ def load(name: str, *overrides: str) -> ConfigDict:
 
 def keys_read(path: pathlib.Path) -> set[str]:
     """'draft.kind' for each `config.draft.kind` in a file."""
-    found = set()
+    names_read = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         while isinstance(node, ast.Attribute):
             names, node = [node.attr, *names], node.value
         if names and isinstance(node, ast.Name) and node.id == 'config':
-            found.add('.'.join(names))
-    return found
+            names_read.add('.'.join(names))
+    return names_read
 
 
 def lacks(config: ConfigDict, key: str) -> bool:
-    """What stands behind a value, or is a method of its, is no key."""
+    """An attribute or method of a value is no key."""
     for name in key.split('.'):
         if not isinstance(config, ConfigDict) or hasattr(ConfigDict, name):
             return False
@@ -93,7 +93,7 @@ def test_a_recipe_has_every_key_that_the_scripts_read(name, monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize('name', FILES)
-def test_a_recipe_is_short_and_says_how_it_is_run(name):
+def test_a_recipe_is_short_and_contains_its_command(name):
     text = (ROOT / 'configs' / name).read_text()
     assert len(text.splitlines()) < 80
     (command,) = set(re.findall(rf'--config=configs/({name})', text.split('"""')[1]))
@@ -110,8 +110,8 @@ def test_what_a_recipe_expects_is_theorem_3_8s_and_not_called_measured(name):
         exact = analysis.walltime_improvement(float(alpha), int(gamma), float(c))
         assert abs(exact - float(speedup)) < 0.0051, (alpha, gamma, c)
     task = 'cnndm' if 'cnn' in config.data.path else 'wmt_ende'
-    own = [row for row in rows if row[0] in ('', task) and row[1] in config.draft.path and row[2] == '0']
-    assert [int(row[3]) for row in own] == [config.gamma]
+    own_rows = [row for row in rows if row[0] in ('', task) and row[1] in config.draft.path and row[2] == '0']
+    assert [int(row[3]) for row in own_rows] == [config.gamma]
 
 
 def test_tasks_have_t5s_prefixes_and_the_data_sets_keys():
@@ -134,7 +134,7 @@ def test_tasks_have_t5s_prefixes_and_the_data_sets_keys():
         ('t5_v1_1_xxl_wmt_ende.py:xl', "expected one of small, base, large behind the colon; got 'xl'"),
     ],
 )
-def test_what_stands_behind_the_colon_is_checked(name, message):
+def test_the_argument_after_the_colon_is_checked(name, message):
     with pytest.raises(flags.IllegalFlagValueError, match=re.escape(message)):
         load(name)
 

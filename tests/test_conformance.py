@@ -1,4 +1,4 @@
-"""Every shipped draft passes the suite, and each kind of fault fails the check that is meant for it.
+"""Every shipped draft passes the suite, and each kind of fault fails the check designed for it.
 
 A fault of a draft wraps a sound one; a fault of the loop is a function in place of its rule, emission or count.
 
@@ -39,7 +39,7 @@ def same(target):
 
 
 def trigrams(target):
-    """Counted from 200 texts that the target's tables say by chance."""
+    """Counted from 200 texts that the target's tables happen to generate."""
     random, size = np.random.default_rng(0), target.vocab_size
     probs = np.asarray(jax.nn.softmax(target.table), np.float64)
     texts = []
@@ -95,14 +95,14 @@ class Faulty:
     Attributes:
       drafter: the sound one.
       see: (context, keys, full) -> what the sound one is shown; full [B] bool, whether all G passed last time.
-      say: draft -> what the loop is told.
+      change: draft -> what the loop gets.
       keep: state -> what `update` returns.
       name: of a fault that is planted elsewhere, so that it gets a program of its own.
     """
 
     drafter: Drafter
     see: Callable = flax.struct.field(pytree_node=False, default=lambda context, keys, full: (context, keys))
-    say: Callable = flax.struct.field(pytree_node=False, default=lambda draft: draft)
+    change: Callable = flax.struct.field(pytree_node=False, default=lambda draft: draft)
     keep: Callable = flax.struct.field(pytree_node=False, default=lambda state: state)
     name: str = flax.struct.field(pytree_node=False, default='')
 
@@ -117,7 +117,7 @@ class Faulty:
         inner, full = state
         context, keys = self.see(round.context, round.keys, full)
         draft, inner = self.drafter.propose(inner, round.replace(context=context, keys=keys))
-        return self.say(draft), (inner, full)
+        return self.change(draft), (inner, full)
 
     def update(self, state, outcome):
         verification = outcome.verification
@@ -126,7 +126,7 @@ class Faulty:
 
 
 def reported(change):
-    """A `say` that changes the q that the loop gets; a greedy draft has none."""
+    """A `change` of the q that the loop gets; a greedy draft has none."""
     return lambda draft: draft if draft.probs is None else draft.replace(probs=change(draft.probs))
 
 
@@ -149,13 +149,13 @@ SQUARED = reported(lambda q: q**2 / (q**2).sum(-1, keepdims=True))
 FAULTY_DRAFTS = {
     'the q of another token': (
         'tokens_follow_q',
-        dict(say=reported(lambda q: jnp.roll(q, 1, -1))),
+        dict(change=reported(lambda q: jnp.roll(q, 1, -1))),
         'expected Draft.probs to be',
     ),
-    'q at half the temperature': ('tokens_follow_q', dict(say=SQUARED), 'do not follow'),
-    'and the texts are wrong': ('joint_distribution', dict(say=SQUARED), 'not distributed as'),
-    'a length that depends on a withheld token': ('tokens_follow_q', dict(say=selecting), 'do not follow'),
-    'and its texts are wrong': ('joint_distribution', dict(say=selecting), 'not distributed as'),
+    'q at half the temperature': ('tokens_follow_q', dict(change=SQUARED), 'do not follow'),
+    'and the texts are wrong': ('joint_distribution', dict(change=SQUARED), 'not distributed as'),
+    'a length that depends on a withheld token': ('tokens_follow_q', dict(change=selecting), 'do not follow'),
+    'and its texts are wrong': ('joint_distribution', dict(change=selecting), 'not distributed as'),
     'a cache off by one after full acceptance': (
         'acceptance_of_1',
         dict(see=without_last_draft_token),
@@ -173,32 +173,32 @@ FAULTY_DRAFTS = {
     ),
     'tokens outside the vocabulary': (
         'shapes',
-        dict(say=lambda draft: draft.replace(tokens=draft.tokens + 4)),
+        dict(change=lambda draft: draft.replace(tokens=draft.tokens + 4)),
         'expected tokens of the vocabulary, 0 to 7, got 8, 9',
     ),
     'probabilities that sum to 0.9': (
         'shapes',
-        dict(say=reported(lambda q: 0.9 * q)),
+        dict(change=reported(lambda q: 0.9 * q)),
         'expected probabilities that sum to 1, got sums of 0.9',
     ),
     'and a round emits too little': (
         'closed_form',
-        dict(say=reported(lambda q: 0.9 * q)),
+        dict(change=reported(lambda q: 0.9 * q)),
         'q is no distribution',
     ),
     'too few tokens': (
         'shapes',
-        dict(say=lambda draft: draft.replace(tokens=draft.tokens[:, 1:])),
+        dict(change=lambda draft: draft.replace(tokens=draft.tokens[:, 1:])),
         r'Draft.tokens: expected integer numbers of shape \[8, 1\], got int32 of shape \[8, 0\]',
     ),
     'a q of another width': (
         'shapes',
-        dict(say=reported(lambda q: q[..., 1:])),
+        dict(change=reported(lambda q: q[..., 1:])),
         r'Draft.probs: expected floating numbers of shape \[8, 1, 8\], got float32 of shape \[8, 1, 7\]',
     ),
     'a length above gamma': (
         'shapes',
-        dict(say=lambda draft: draft.replace(length=draft.length + 1)),
+        dict(change=lambda draft: draft.replace(length=draft.length + 1)),
         'expected Draft.length from 0 to 3, got 4',
     ),
     'a state that changes its shape': (
@@ -214,7 +214,7 @@ def run(name, make):
 
 
 @pytest.mark.parametrize('fault', FAULTY_DRAFTS)
-def test_a_faulty_draft_fails_the_check_that_is_meant_for_it(fault, request):
+def test_a_faulty_draft_fails_the_check_designed_for_it(fault, request):
     name, parts, message = FAULTY_DRAFTS[fault]
     use_optimised(request, name)
     sound = same if name == 'acceptance_of_1' else blurred
@@ -299,7 +299,7 @@ FAULTY_LOOPS = {
     'fault',
     [pytest.param(fault, marks=() if fault in AT_ONCE else pytest.mark.slow) for fault in FAULTY_LOOPS],
 )
-def test_a_faulty_loop_fails_the_check_that_is_meant_for_it(fault, monkeypatch, request):
+def test_a_faulty_loop_fails_the_check_designed_for_it(fault, monkeypatch, request):
     name, holder, part, planted, message = FAULTY_LOOPS[fault]
     use_optimised(request, name)
     monkeypatch.setattr(holder, part, planted)
@@ -325,7 +325,7 @@ def test_results_come_in_order_and_no_draft_can_stop_the_suite():
     assert len(conformance.check(make)) == len(conformance.CHECKS)
 
 
-def test_a_check_is_what_its_function_says():
+def test_a_check_is_described_by_its_function():
     @checked
     def sound(make):
         return '3 samples'

@@ -204,7 +204,7 @@ def test_counts_equal_those_of_a_trace_by_hand(spread):
 @pytest.mark.parametrize('spread', [False, True], ids=['q one-hot', 'q uniform'])
 @pytest.mark.parametrize('sampling', [GREEDY, SAMPLED], ids=['greedy', 'sampled'])
 def test_a_row_alone_has_calls_that_are_no_wider_than_its_drafts_and_the_same_text(sampling, spread):
-    """Drafts of 0 to 4 tokens, of which half are right; what stands behind a draft's length is right, too."""
+    """Drafts of 0 to 4 tokens, of which half are right; tokens after a draft's length are right, too."""
     chance, target = np.random.default_rng(0), random_model(5)
     texts = np.asarray(plain(target, max_new_tokens=LIMIT, sampling=sampling).tokens)
     guesses = np.where(chance.random(texts.shape) < 0.5, texts, (texts + 1) % V)
@@ -241,7 +241,7 @@ def test_calls_of_a_trace_by_hand():
 
 
 def uneven():
-    """Acceptance of 0, 2 and gamma = 3 in one batch, a draft that says EOS always, and chance."""
+    """Acceptance of 0, 2 and gamma = 3 in one batch, a draft that always guesses EOS, and chance."""
     text = list(range(2, 13))
     drafts = writer([text[::-1], text, text]).table
     drafts = drafts.at[1, :, np.array([3, 6, 9, 12]), 15].set(50.0)  # wrong at each third token
@@ -370,7 +370,7 @@ def broken(model, row):
 
 @pytest.mark.parametrize('sampling', [GREEDY, SAMPLED], ids=['greedy', 'sampled'])
 def test_nan_from_the_target_or_the_draft_is_an_error_that_names_the_row(sampling):
-    """NaN behind token 5, the fourth of the text; rows without a prompt are nobody's concern."""
+    """NaN after token 5, the fourth of the text; rows without a prompt are ignored."""
     text = list(range(2, 15))
     target = writer([text])
     for models in (broken(target, 2), target), (target, broken(target, 2)):
@@ -454,7 +454,7 @@ def test_a_draft_that_is_none_is_an_error_that_names_the_row(sampling):
         speculate(target, Fixed(Draft(outside, None, LENGTH)), sampling=sampling)
     with pytest.raises(FloatingPointError, match=r'rows \[2\]: expected probabilities that sum to 1'):
         speculate(target, Fixed(Draft(TOKENS, twice, LENGTH)), sampling=sampling)
-    speculate(target, Fixed(Draft(outside, None, np.full(ROWS, 1))), sampling=sampling)  # not meant
+    speculate(target, Fixed(Draft(outside, None, np.full(ROWS, 1))), sampling=sampling)  # not valid
 
 
 def test_full_lenience_keeps_every_draft_and_strict_lenience_is_exact():
@@ -464,13 +464,13 @@ def test_full_lenience_keeps_every_draft_and_strict_lenience_is_exact():
     config = DecodeConfig(3, LIMIT, GREEDY)
     for lenience, output in (0.5, None), (1e-9, None), (1.0, exact):
         rule = dataclasses.replace(config, rule=lenient(lenience))
-        found = generate(target, drafter, ALL, KEY, rule)
+        decoded = generate(target, drafter, ALL, KEY, rule)
         if output is not None:
-            jax.tree.map(np.testing.assert_array_equal, found, output)
+            jax.tree.map(np.testing.assert_array_equal, decoded, output)
         if lenience == 1e-9:
-            assert_counts(found.stats, rounds=LIMIT // 4, tested=3 * LIMIT // 4, accepted=3 * LIMIT // 4)
+            assert_counts(decoded.stats, rounds=LIMIT // 4, tested=3 * LIMIT // 4, accepted=3 * LIMIT // 4)
         if lenience == 0.5:
-            assert found.stats.rounds.sum() < exact.stats.rounds.sum()
+            assert decoded.stats.rounds.sum() < exact.stats.rounds.sum()
     for lenience in 0.0, 1.1, -1.0:
         with pytest.raises(ValueError, match='lenience: expected a number in'):
             lenient(lenience)

@@ -31,7 +31,7 @@ NEVER, ALWAYS, CHANCE = range(3)  # how often the draft of a row's table is righ
 
 
 def pair_of_models():
-    """Three tables of order 2: the target never says 4, and the first draft nothing else; the second is right."""
+    """Three tables of order 2: the target never generates 4, the first draft only 4; the second is right."""
     target = TableModel.random(jax.random.key(0), V, order=2, num_tables=3, eos_id=EOS)
     draft = TableModel.random(jax.random.key(1), V, order=2, num_tables=3, eos_id=EOS)
     table = target.table.at[NEVER, ..., 4].set(-jnp.inf)
@@ -127,7 +127,7 @@ def fit(model, vocab_size):
 
 @pytest.mark.parametrize(('target_rows', 'draft_rows', 'limit'), [(8, 5, V), (5, 8, None)])
 def test_padding_rows_of_either_head_are_never_drawn_and_change_nothing(target_rows, draft_rows, limit):
-    """Vocabularies that agree on the first 5 ids; what the larger head says beyond them has most of its mass."""
+    """Vocabularies that agree on the first 5 ids; the larger head has most of its mass beyond them."""
     target, drafter = pair_of_models()
     wide = fit(target, target_rows), ModelDrafter(fit(drafter.model, draft_rows))
     config = DecodeConfig(3, 3, SamplingConfig(vocab_limit=limit))

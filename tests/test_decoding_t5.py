@@ -70,7 +70,7 @@ def test_greedy_ids_equal_plain_decodings_and_acceptance_does_not_decay(target):
 
 @partial(jax.jit, static_argnames='rounds')
 def run(target, drafter, *, rounds):
-    """The state after some rounds, and what both models would say next [B, V], drafted afresh."""
+    """The state after some rounds, and both models' distributions of the next token [B, V], drafted afresh."""
     config = DecodeConfig(3, 40, GREEDY)
     state = decoding.start(target, drafter, INPUTS, KEYS, config=config)
     step = partial(decoding.speculative_step, target, drafter, config=config)
@@ -82,7 +82,7 @@ def run(target, drafter, *, rounds):
 
 @jax.jit
 def next_from_scratch(model, context):
-    """Logits [B, V] behind each row's text, in one call on an empty cache."""
+    """Logits [B, V] after each row's text, in one call on an empty cache."""
     size = context.tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(size), context.tokens.shape)
     hidden, *_ = model.decode(Block(context.tokens, positions), model.prefill(INPUTS, size).cache)

@@ -37,7 +37,7 @@ def pair():
     return load_t5(demo.TARGET), ModelDrafter(load_t5(demo.DRAFT))
 
 
-def test_it_is_as_small_as_the_readme_says(pair):
+def test_it_is_as_small_as_the_readme_states(pair):
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(model)) for model in pair]
     assert 9e6 < sizes[0] < 25e6 and 1e6 < sizes[1] < 2e6
     files = [path for path in demo.FOLDER.rglob('*.safetensors')]

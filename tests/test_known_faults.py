@@ -59,7 +59,7 @@ def writer(texts, eos_id=EOS):
 
 
 def chance(seed, eos_id=EOS):
-    """Tables that say EOS at times, or if eos_id is -1 go on to the limit."""
+    """Tables that generate EOS at times, or if eos_id is -1 continue to the limit."""
     return TableModel.random(jax.random.key(seed), V, order=2, num_tables=ROWS, eos_id=eos_id)
 
 
@@ -76,13 +76,13 @@ def texts_of(output):
 
 @jax.jit
 def last_state(target, drafter, inputs, keys, limit):
-    """The loop up to `limit` <= 16 tokens, and what the target says next: its state and logits [B, V]."""
+    """The loop up to `limit` <= 16 tokens, and the target's next token: its state and logits [B, V]."""
     config, limits = DecodeConfig(GAMMA, 16, GREEDY), jnp.full((ROWS,), limit, jnp.int32)
     state = decoding.start(target, drafter, inputs, keys, limits, config=config)
     step = partial(decoding.speculative_step, target, drafter, config=config)
     state = lax.while_loop(decoding.unfinished, step, state)
-    nothing = Draft(jnp.zeros((ROWS, 0), jnp.int32), None, jnp.zeros((ROWS,), jnp.int32))
-    logits, *_ = decoding.target_call(target, state.target_cache, state.context, nothing)
+    empty = Draft(jnp.zeros((ROWS, 0), jnp.int32), None, jnp.zeros((ROWS,), jnp.int32))
+    logits, *_ = decoding.target_call(target, state.target_cache, state.context, empty)
     return state, logits[:, 0]
 
 
@@ -96,9 +96,9 @@ def test_01_the_q_of_the_accept_test_is_what_the_draft_was_sampled_from():
     rejected, accepted = enumerate_round([p, bonus], [q])
     np.testing.assert_allclose(rejected[:2], [0, 0.2], atol=1e-7)  # of the 0s one in four fails, for a 1
     np.testing.assert_allclose(accepted.sum(1)[:2], [0.6, 0.2], atol=1e-7)
-    found = integrate([Chain([p, bonus], [q])], with_probs=True)
-    assert found.rules == 10  # 5 drafts, meant or not
-    assert found.emitted < 1e-6 and found.accepted < 1e-6 and found.ends == found.others == 0
+    errors = integrate([Chain([p, bonus], [q])], with_probs=True)
+    assert errors.rules == 10  # 5 drafts, valid or not
+    assert errors.emitted < 1e-6 and errors.accepted < 1e-6 and errors.ends == errors.others == 0
 
 
 # --- where texts end ----------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_02_an_eos_inside_a_block_ends_the_text():
     assert not output.tokens[np.arange(LIMIT) >= output.length[:, None]].any()
 
 
-def test_03_tokens_behind_an_eos_are_not_counted():
+def test_03_tokens_after_an_eos_are_not_counted():
     """vllm-project/vllm 56101: of [a, b, EOS, d, e], fully matched, 3 are emitted."""
     target = writer([[2, 3, EOS, 4, 5]])
     stats = speculate(target, target).stats
@@ -145,7 +145,7 @@ def test_04_neither_text_nor_cache_overruns_the_limit():
 # --- caches and rows ----------------------------------------------------------------------------------------
 
 
-def test_05_acceptance_does_not_decay_behind_full_acceptance():
+def test_05_acceptance_does_not_decay_after_full_acceptance():
     """vllm-project/vllm 5765, 9730: with the target as its own draft 50 rounds of 50 accept all."""
     target = chance(3, eos_id=-1)
     stats = speculate(target, target).stats
@@ -157,7 +157,7 @@ def test_06_uneven_rollback_leaves_no_stale_rows():
     """Blaizzy/mlx-vlm 1155, 2113: acceptances of 0, 2 and gamma in one batch; each row as it is alone."""
     target = writer([LONG], eos_id=-1)
     guesses = writer([LONG[::-1], LONG], eos_id=-1)
-    wrong = np.array(LONG[1::3])  # behind these the second row guesses 15
+    wrong = np.array(LONG[1::3])  # after these the second row guesses 15
     guesses = guesses.replace(table=guesses.table.at[1, :, wrong, 15].set(50.0))
     keys, drafter = row_keys(KEY, range(ROWS)), ModelDrafter(guesses)
     together, logits = last_state(target, drafter, ALL, keys, 12)
@@ -259,7 +259,7 @@ def test_10_the_residual_never_gives_a_token_of_probability_0():
 # --- what can be compared -----------------------------------------------------------------------------------
 
 
-def test_11_near_ties_are_told_from_faults():
+def test_11_near_ties_are_distinguished_from_faults():
     """huggingface/transformers 39421, SafeAILab/EAGLE 212: ids that differ by rounding, and ids that are wrong."""
     table = np.full((1, 8, 8), -20, np.float32)
     table[0, :, 2], table[0, :, 3], table[0, :, 4] = 0, -5e-6, -0.1
@@ -299,7 +299,7 @@ def models():
 
 
 def test_13_a_block_at_an_offset_of_the_cache_equals_the_full_forward_pass(models):
-    """huggingface/candle 899, google/flax 1317: T5's relative bias and mask for gamma + 1 = 4 tokens behind 5."""
+    """huggingface/candle 899, google/flax 1317: T5's relative bias and mask for gamma + 1 = 4 tokens after 5."""
     model, tokens = models['v1_1'], jnp.array([[0, 7, 30, 2, 9, 11, 4, 28, 3]])
     inputs = Inputs(jnp.array([[5, 9, 31, 1]]), jnp.ones((1, 4), bool))
     full = jax.jit(T5.forward)(model, inputs, tokens)
@@ -313,7 +313,7 @@ def test_13_a_block_at_an_offset_of_the_cache_equals_the_full_forward_pass(model
     _, cache = read(jax.jit(T5.prefill, static_argnums=2)(model, inputs, 10).cache, 0, 5)
     block, _ = read(cache, 5, 9)
     np.testing.assert_allclose(block, full[:, 5:], atol=1e-4)
-    assert np.ptp(np.asarray(full), axis=-1).min() > 1  # logits that say something
+    assert np.ptp(np.asarray(full), axis=-1).min() > 1  # logits that are not flat
 
 
 def test_14_a_tied_head_has_its_input_scaled_and_an_untied_one_has_not(models):
@@ -334,7 +334,7 @@ def test_15_float16_is_refused_with_a_hint_at_bfloat16():
 # --- figures ------------------------------------------------------------------------------------------------
 
 
-def test_16_the_user_is_told_where_plain_decoding_is_faster():
+def test_16_the_summary_states_where_plain_decoding_is_faster():
     """vllm-project/vllm 5000, sgl-project/sglang 4759: gamma 0 is the plain program; a warning below 1."""
     target = chance(4)
     jax.tree.map(
@@ -345,15 +345,15 @@ def test_16_the_user_is_told_where_plain_decoding_is_faster():
     assert analysis.best_gamma(0.1, 0.2) == 0 and analysis.best_gamma(0.8, 0.05) == 8
     figures = dict(alpha=0.1, c=0.2, cost_of_rows=1.2, predicted_speedup=0.79, attainable_speedup=0.66)
     warning = 'WARNING: slower than plain decoding, '
-    said = report.summary(figures).splitlines()[-1]
+    message = report.summary(figures).splitlines()[-1]
     assert (
-        said
+        message
         == warning + 'predicted 0.79 times as fast: no gamma gains with this draft; gamma 0 decodes plainly'
     )
-    said = report.summary(figures | dict(alpha=0.4, predicted_speedup=0.99)).splitlines()[-1]
-    assert said == warning + 'predicted 0.99 times as fast: gamma 1 suits this draft best'
-    said = report.summary(figures | dict(predicted_speedup=1.6, cost_of_rows=3.1)).splitlines()[-1]
-    assert said == (
+    message = report.summary(figures | dict(alpha=0.4, predicted_speedup=0.99)).splitlines()[-1]
+    assert message == warning + 'predicted 0.99 times as fast: gamma 1 suits this draft best'
+    message = report.summary(figures | dict(predicted_speedup=1.6, cost_of_rows=3.1)).splitlines()[-1]
+    assert message == (
         warning
         + 'at most 0.66 times as fast: a target call over gamma + 1 rows costs 3.1 plain steps, so try a '
         'smaller batch or gamma'
@@ -365,7 +365,7 @@ def test_16_the_user_is_told_where_plain_decoding_is_faster():
 def test_17_acceptance_is_counted_over_tested_tokens_and_can_be_compared():
     """SafeAILab/EAGLE 146, 191: three texts whose counts are made by hand."""
     text = [2, 3, 4, 5, 6, 7, 8, EOS]
-    # Row 0 guesses all: 2 3 4 5 and a 6 of the target's own, then 7 8 EOS. Row 1 guesses wrong behind 3 and 6:
+    # Row 0 guesses all: 2 3 4 5 and a 6 of the target's own, then 7 8 EOS. Row 1 guesses wrong after 3 and 6:
     # 2 3 and a 4, 5 6 and a 7, then 8 EOS. Row 2 is never right.
     guesses = writer([text, text, [9, 10]])
     guesses = guesses.replace(table=guesses.table.at[1, :, np.array([3, 6]), 15].set(50.0))

@@ -1,4 +1,4 @@
-"""The notebooks as they are committed, and what comes of them when they are run in small on the demo pair."""
+"""The notebooks as committed, and their results when run in small on the demo pair."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ from spec_jax.run import profiling
 FOLDER = pathlib.Path(__file__).parents[1] / 'notebooks'
 NAMES = ('quickstart', 'paper_tables', 'choosing_gamma', 'tpu')
 LINES = 3
-# Run behind a notebook's last cell, in its namespace: what the tests look at, as JSON.
+# Run after a notebook's last cell, in its namespace: the values that the tests check, as JSON.
 _PROBES = {
     'quickstart': """
         words=words, p=p, q=q, beta=beta, residual=residual, output=output, accepted_share=accepted_share,
@@ -40,7 +40,7 @@ _PROBES = {
         ids=[one.tolist() for one in results['plain'].ids]
     """,
 }
-# Compiling is nearly all that they do in small; this halves it. XLA ends the program at a flag it does not know.
+# Most of the time in small is compilation; this halves it. XLA aborts on an unknown flag.
 _COMPILE_QUICKLY = '--xla_backend_optimization_level=0'
 if jax.__version__.startswith('0.10.'):
     _COMPILE_QUICKLY += ' --xla_cpu_use_fusion_emitters=false'
@@ -71,7 +71,7 @@ def test_every_notebook_is_tested_and_begins_alike():
         assert not [source for source in sources if '\ndef ' in source or '\nclass ' in source]
 
 
-def test_without_a_clone_it_says_what_to_do(tmp_path, monkeypatch):
+def test_without_a_clone_the_error_states_what_to_do(tmp_path, monkeypatch):
     setup = next(cell.source for cell in read('quickstart').cells if cell.cell_type == 'code')
     monkeypatch.chdir(tmp_path)
     before_pip = setup.partition('try:')[0]
@@ -81,9 +81,9 @@ def test_without_a_clone_it_says_what_to_do(tmp_path, monkeypatch):
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-    """By notebook its executed cells, and what its probe found.
+    """By notebook its executed cells, and the values of its probe.
 
-    One kernel takes them all, its names wiped in between, so that what they compile alike is compiled once.
+    One kernel runs them all, its names wiped in between, so that equal programs are compiled once.
     """
     cells, ends = [], {}
     for name in NAMES:
@@ -115,12 +115,12 @@ def run(tmp_path_factory):
         resources={'metadata': {'path': str(FOLDER)}},
     )
     client.execute(env=env)
-    found, start = {}, 1
+    results, start = {}, 1
     for name in NAMES:
         probe = notebook.cells[ends[name] - 1]
-        found[name] = notebook.cells[start : ends[name] - 1], json.loads(probe.outputs[0].text)
+        results[name] = notebook.cells[start : ends[name] - 1], json.loads(probe.outputs[0].text)
         start = ends[name] + 1
-    return found
+    return results
 
 
 def outputs(cells):
@@ -133,10 +133,10 @@ def test_nothing_but_tables_pictures_and_text_comes_out(run):
         for output in outputs(cells):
             assert output.output_type != 'error'
             assert output.get('name') != 'stderr', output.text
-        found = [
+        images = [
             output.data['image/png'] for output in outputs(cells) if 'image/png' in output.get('data', {})
         ]
-        pictures[name] = [struct.unpack('>II', base64.b64decode(png)[16:24]) for png in found]
+        pictures[name] = [struct.unpack('>II', base64.b64decode(png)[16:24]) for png in images]
     assert {name: len(sizes) for name, sizes in pictures.items()} == dict(
         quickstart=3, paper_tables=4, choosing_gamma=8, tpu=1
     )
@@ -144,56 +144,57 @@ def test_nothing_but_tables_pictures_and_text_comes_out(run):
 
 
 def test_quickstart_shows_the_rule(run):
-    _, found = run['quickstart']
-    p, q = found['p'], found['q']
+    _, values = run['quickstart']
+    p, q = values['p'], values['q']
     assert sum(p) == pytest.approx(1) and sum(q) == pytest.approx(1)
-    assert found['beta'] == pytest.approx(0.67)  # .30 + .25 + .05 + .05 + .02
-    assert found['residual'] == pytest.approx([0.20 / 0.33, 0, 0.10 / 0.33, 0.03 / 0.33, 0])
-    assert found['output'] == pytest.approx(p)
-    assert found['accepted_share'] == pytest.approx(0.67, abs=0.02)
-    assert found['frequencies'] == pytest.approx(p, abs=0.02)
+    assert values['beta'] == pytest.approx(0.67)  # .30 + .25 + .05 + .05 + .02
+    assert values['residual'] == pytest.approx([0.20 / 0.33, 0, 0.10 / 0.33, 0.03 / 0.33, 0])
+    assert values['output'] == pytest.approx(p)
+    assert values['accepted_share'] == pytest.approx(0.67, abs=0.02)
+    assert values['frequencies'] == pytest.approx(p, abs=0.02)
 
 
 def test_quickstart_decodes_both_ways(run):
-    cells, found = run['quickstart']
-    figures = found['figures']
-    assert len(found['sources']) == LINES
-    assert found['texts']['plain'] == found['texts']['speculative'] and figures['greedy_match'] == 1
-    assert figures['tokens'] == sum(map(len, found['ids']))
-    assert 1 < figures['tokens_per_call'] <= found['gamma'] + 1
+    cells, values = run['quickstart']
+    figures = values['figures']
+    assert len(values['sources']) == LINES
+    assert values['texts']['plain'] == values['texts']['speculative'] and figures['greedy_match'] == 1
+    assert figures['tokens'] == sum(map(len, values['ids']))
+    assert 1 < figures['tokens_per_call'] <= values['gamma'] + 1
     text = ''.join(output.text for output in outputs(cells) if output.output_type == 'stream')
     assert f'{figures["alpha"]:.3f}' in text and 'speed-up predicted (Theorem 3.8)' in text
-    parts = sum(found['parts'].values())
+    parts = sum(values['parts'].values())
     assert parts == pytest.approx(
-        max(figures['tokens_per_call'] / figures['speedup'], parts - found['parts']['all else'])
+        max(figures['tokens_per_call'] / figures['speedup'], parts - values['parts']['all else'])
     )
 
 
 def test_quickstart_shows_each_round(run):
-    cells, found = run['quickstart']
-    rounds, gamma = found['rounds'], found['gamma']
-    assert [token for drafted, own in rounds for token in drafted + own] == found['ids'][found['line']]
-    assert all(len(drafted) <= gamma and len(own) == 1 for drafted, own in rounds[:-1])
-    counts = [sum(len(drafted) == number for drafted, _ in rounds) for number in range(gamma + 1)]
-    assert counts == found['histogram']
+    cells, values = run['quickstart']
+    rounds, gamma = values['rounds'], values['gamma']
+    shown = [token for draft_ids, target_ids in rounds for token in draft_ids + target_ids]
+    assert shown == values['ids'][values['line']]
+    assert all(len(draft_ids) <= gamma and len(target_ids) == 1 for draft_ids, target_ids in rounds[:-1])
+    counts = [sum(len(draft_ids) == number for draft_ids, _ in rounds) for number in range(gamma + 1)]
+    assert counts == values['histogram']
     (picture,) = [
         output.data['text/html'] for output in outputs(cells) if 'inline-block' in str(output.get('data', ''))
     ]
     assert picture.count('inline-block') == len(rounds)
-    assert picture.count('#b7e1b0') == sum(len(drafted) for drafted, _ in rounds)
+    assert picture.count('#b7e1b0') == sum(len(draft_ids) for draft_ids, _ in rounds)
 
 
 def test_the_papers_tables_follow_from_its_formulas(run):
-    cells, found = run['paper_tables']
-    assert len(found['table_1']) == 6
+    cells, values = run['paper_tables']
+    assert len(values['table_1']) == 6
     for (alpha, gamma, operations, speed), (key, printed) in zip(
-        found['table_1'], found['TABLE_1'], strict=True
+        values['table_1'], values['TABLE_1'], strict=True
     ):
         assert [alpha, gamma] == key
         assert [round(operations, 2), round(speed, 2)] == printed
         assert operations == pytest.approx(float(analysis.operations_factor(alpha, gamma, 0)))
-    assert len(found['table_2']) == 12
-    for task, size, temperature, gamma, alpha, c, tokens, theory, expected, measured, implied in found[
+    assert len(values['table_2']) == 12
+    for task, size, temperature, gamma, alpha, c, tokens, theory, expected, measured, implied in values[
         'table_2'
     ]:
         assert benchmark_report.PAPER[task][size, temperature] == (gamma, alpha, c, expected, measured)
@@ -203,15 +204,15 @@ def test_the_papers_tables_follow_from_its_formulas(run):
         assert low - 0.05 <= expected <= high + 0.05
         assert float(analysis.walltime_improvement(alpha, gamma, implied)) == pytest.approx(measured)
         assert (implied < 0) == (measured > tokens)
-    assert len(found['table_3']) == sum(
+    assert len(values['table_3']) == sum(
         len(sizes) for kinds in acceptance_report.PAPER_ALPHA.values() for sizes in kinds.values()
     )
-    assert found['table_3'][0][:4] == ['EnDe', 'unigram', 0.08, 0.07]
+    assert values['table_3'][0][:4] == ['EnDe', 'unigram', 0.08, 0.07]
 
 
-def test_the_demos_tables_are_measured_and_say_on_what(run):
-    cells, found = run['paper_tables']
-    (row,), (speed,) = found['alphas'], found['speeds']
+def test_the_demos_tables_are_measured_and_name_weights_and_device(run):
+    cells, values = run['paper_tables']
+    (row,), (speed,) = values['alphas'], values['speeds']
     assert row['texts'] == LINES and 0 < row['alpha'] < 1
     assert speed['predicted_speedup'] == pytest.approx(
         float(analysis.walltime_improvement(speed['alpha'], speed['gamma'], speed['c']))
@@ -221,50 +222,50 @@ def test_the_demos_tables_are_measured_and_say_on_what(run):
         output.data['text/markdown'] for output in outputs(cells) if 'text/markdown' in output.get('data', {})
     ]
     assert tables == [
-        f'{found["weights"]}\n\n{acceptance_report.alpha_table([row])}',
-        f'{found["weights"]}\n\n{benchmark_report.table_2([speed], "EnDe")}',
+        f'{values["weights"]}\n\n{acceptance_report.alpha_table([row])}',
+        f'{values["weights"]}\n\n{benchmark_report.table_2([speed], "EnDe")}',
         benchmark_report.screen_table([speed]),
     ]
-    assert 'spec_jax/demo/target' in found['weights'] and found['device'] in found['weights']
+    assert 'spec_jax/demo/target' in values['weights'] and values['device'] in values['weights']
 
 
 def test_choosing_gamma(run):
-    cells, found = run['choosing_gamma']
-    best, alphas, costs = found['best'], found['alphas'], found['costs']
+    cells, values = run['choosing_gamma']
+    best, alphas, costs = values['best'], values['alphas'], values['costs']
     for row, c in zip(best, costs, strict=True):
         for gamma, alpha in zip(row, alphas, strict=True):
             assert abs(alpha - c) < 1e-9 or (gamma > 0) == (alpha > c), (alpha, c)
-    assert found['example'] == plan.plan(alpha=0.72, c=0.08, c_hat=0.08, max_gamma=8)
-    assert found['hopeless']['best_gamma'] == 0
-    (row,) = found['rows']
+    assert values['example'] == plan.plan(alpha=0.72, c=0.08, c_hat=0.08, max_gamma=8)
+    assert values['hopeless']['best_gamma'] == 0
+    (row,) = values['rows']
     assert row['attainable_speedup'] == pytest.approx(
         row['tokens_per_call'] / (row['gamma'] * row['c'] + row['cost_of_rows'])
     )
-    assert found['batches'] == found['rows']
-    assert found['choices']['measured'] == row['gamma']
+    assert values['batches'] == values['rows']
+    assert values['choices']['measured'] == row['gamma']
     tables = [
         output.data['text/markdown'] for output in outputs(cells) if 'text/markdown' in output.get('data', {})
     ]
     assert tables == [
-        plan.table(found['example']),
-        f'{found["title"]}\n\n{benchmark_report.screen_table([row])}',
+        plan.table(values['example']),
+        f'{values["title"]}\n\n{benchmark_report.screen_table([row])}',
         benchmark_report.batch_table([row]),
     ]
 
 
 def test_tpu_runs_on_a_cpu_but_for_the_pair_from_the_hub(run):
-    cells, found = run['tpu']
-    assert found['figures']['greedy_match'] == 1 and found['hub_figures'] is None
-    assert found['again'] == found['ids'][found['line']]
-    count, from_cache = found['counted']
+    cells, values = run['tpu']
+    assert values['figures']['greedy_match'] == 1 and values['hub_figures'] is None
+    assert values['again'] == values['ids'][values['line']]
+    count, from_cache = values['counted']
     assert 0 < from_cache == count
-    seconds = found['seconds']
+    seconds = values['seconds']
     assert list(seconds) == list(profiling.SCOPES) and all(seconds.values())
     assert seconds['target'] > seconds['update']
     tables = [
         output.data['text/markdown'] for output in outputs(cells) if 'text/markdown' in output.get('data', {})
     ]
-    assert tables == [found['needs']] and 'xxl + small, batch 16' in tables[0]
+    assert tables == [values['needs']] and 'xxl + small, batch 16' in tables[0]
     text = ''.join(output.text for output in outputs(cells) if output.output_type == 'stream')
     assert 'no accelerator here: left out' in text and ' x cpu: ' in text
 

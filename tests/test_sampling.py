@@ -86,7 +86,7 @@ def test_greedy_is_one_hot_at_the_first_of_equals():
 
 
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
-def test_head_rows_without_a_token_get_no_mass_and_their_nan_harms_nobody(temperature):
+def test_head_rows_without_a_token_get_no_mass_and_their_nan_changes_nothing(temperature):
     logits = jnp.array([[1.0, 2.0, 0.0, 50.0, jnp.nan], [1.0, 2.0, 0.0, jnp.inf, 9.0]])
     probs = logits_to_probs(logits, SamplingConfig(temperature, vocab_limit=3))
     np.testing.assert_array_equal(probs[:, 3:], 0)

@@ -67,7 +67,7 @@ def test_a_filler_is_invisible():
     np.testing.assert_array_equal(read(MODEL, cache, *block(3, 6))[0], EXPECTED[:, 3:])
 
 
-def test_rolled_back_tokens_are_forgotten():
+def test_rolled_back_tokens_have_no_effect():
     wrong = jnp.full((2, 3), 3), jnp.broadcast_to(jnp.arange(2, 5), (2, 3))
     _, cache = read(MODEL, cache_of(2), *wrong)
     cache = MODEL.keep(cache, None, jnp.array([2, 2]))
@@ -111,7 +111,7 @@ def test_every_text_of_a_model_is_enumerated():
     assert texts.sum() == pytest.approx(1)
 
 
-def test_behind_an_eos_there_is_only_padding():
+def test_after_an_eos_there_is_only_padding():
     p = [np.array([0.5, 0.5]), np.array([[0.25, 0.75], [0.5, 0.5]])]
     np.testing.assert_array_equal(joint(p, eos_id=1), [[0.125, 0.375], [0.5, 0]])
     np.testing.assert_array_equal(joint(p), [[0.125, 0.375], [0.25, 0.25]])

@@ -74,7 +74,7 @@ def test_what_a_round_emits_is_distributed_as_the_target_exactly(gamma, config):
         emitted = enumerate_round(p, q)
         assert sum(part.sum() for part in emitted) == pytest.approx(1, abs=1e-6)
         np.testing.assert_allclose(complete(emitted, p), joint(p), atol=1e-6)
-        reach = 1.0  # [V] * i, the probability that i given tokens come out and the round goes on behind them
+        reach = 1.0  # [V] * i, the probability that i given tokens come out and the round goes on after them
         for i in range(gamma + 1):
             longer = [part.sum(tuple(range(i + 1, part.ndim))) for part in emitted[i:]]
             np.testing.assert_allclose(sum(longer), np.expand_dims(reach, -1) * p[i], atol=1e-6)
@@ -130,7 +130,7 @@ def draw_drafts(q, num, seed=0):
 
 
 def target_rows(p, tokens):
-    """p [B, G + 1, V] behind each prefix of the draft tokens [B, G]."""
+    """p [B, G + 1, V] after each prefix of the draft tokens [B, G]."""
     rows = [np.broadcast_to(p[0], (len(tokens), V))]
     rows += [p[i][tuple(tokens[:, :i].T)] for i in range(1, len(p))]
     return jnp.asarray(np.stack(rows, axis=1))
@@ -222,19 +222,19 @@ def test_at_the_ends_of_the_unit_interval_the_accept_test_is_strict(uniform, mon
     verified = verify_now(p, draft, keys(2))
     np.testing.assert_array_equal(verified.num_accepted, [0, 1])
     assert verified.tokens[0, 0] == 1
-    sure = verify_now(p, draft.replace(probs=None), keys(2))
-    np.testing.assert_array_equal(sure.num_accepted, [0, int(uniform == 0)])
-    assert sure.tokens[0, 0] == 1
+    certain = verify_now(p, draft.replace(probs=None), keys(2))
+    np.testing.assert_array_equal(certain.num_accepted, [0, int(uniform == 0)])
+    assert certain.tokens[0, 0] == 1
 
 
 def test_a_draft_without_probabilities_is_one_hot_bit_for_bit():
     p, q = chains(9, GAMMA)
     tokens, _ = draw_drafts(q, FEW)
     length = jnp.asarray(np.resize([0, 1, 2, 3], FEW))
-    sure = Draft(jnp.asarray(tokens), None, length)
-    spelt = sure.replace(probs=jax.nn.one_hot(sure.tokens, V))
-    np.testing.assert_array_equal(spelt.probs, np.eye(V)[tokens])
-    one, other = (verify(target_rows(p, tokens), draft, keys(FEW)) for draft in (sure, spelt))
+    certain = Draft(jnp.asarray(tokens), None, length)
+    one_hot = certain.replace(probs=jax.nn.one_hot(certain.tokens, V))
+    np.testing.assert_array_equal(one_hot.probs, np.eye(V)[tokens])
+    one, other = (verify(target_rows(p, tokens), draft, keys(FEW)) for draft in (certain, one_hot))
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
@@ -319,7 +319,7 @@ def test_greedy_lenience_passes_what_is_nearly_as_likely_as_the_best():
 
 @pytest.mark.parametrize('config', CONFIGS, ids=str)
 def test_a_round_without_a_guess_draws_what_the_rule_makes_of_a_draft_of_length_0(config):
-    """From the first distribution and the same random number, whatever stands in the draft and behind it."""
+    """From the first distribution and the same random number, for any tokens in the draft and after it."""
     random = np.random.default_rng(3)
     logits = random.normal(size=(FEW, GAMMA + 1, V)).astype(np.float32)
     tokens = random.integers(0, V, (FEW, GAMMA)).astype(np.int32)
@@ -345,9 +345,11 @@ def test_the_greedy_rule_is_the_rule_where_p_is_one_hot(sampled):
     q = random.dirichlet(np.full(V, 0.3), (FEW, GAMMA)).astype(np.float32) if sampled else None
     draft = Draft(tokens, q, random.integers(0, GAMMA + 1, FEW).astype(np.int32))
     p, best = distributions(logits, GREEDY), likeliest(logits, GREEDY)
-    expected, found = verify(p, draft, keys(FEW)), verify_greedy(best, draft)
-    np.testing.assert_array_equal(found.num_accepted, expected.num_accepted)
-    emitted = np.arange(GAMMA + 1) <= np.asarray(found.num_accepted)[:, None]
-    np.testing.assert_array_equal(np.where(emitted, found.tokens, 0), np.where(emitted, expected.tokens, 0))
-    np.testing.assert_array_equal(found.beta, overlap(p[:, :-1], draft))
-    assert np.bincount(found.num_accepted).min() > 20
+    expected, greedy_verdict = verify(p, draft, keys(FEW)), verify_greedy(best, draft)
+    np.testing.assert_array_equal(greedy_verdict.num_accepted, expected.num_accepted)
+    emitted = np.arange(GAMMA + 1) <= np.asarray(greedy_verdict.num_accepted)[:, None]
+    np.testing.assert_array_equal(
+        np.where(emitted, greedy_verdict.tokens, 0), np.where(emitted, expected.tokens, 0)
+    )
+    np.testing.assert_array_equal(greedy_verdict.beta, overlap(p[:, :-1], draft))
+    assert np.bincount(greedy_verdict.num_accepted).min() > 20

@@ -52,7 +52,7 @@ number = 3
 
 
 @pytest.fixture
-def own(tmp_path):
+def custom(tmp_path):
     file = tmp_path / 'own.py'
     file.write_text(OWN)
     return file
@@ -62,8 +62,8 @@ def build(kind, **keys):
     return build_drafter(ConfigDict(dict(kind=kind, **keys)), TARGET, None, 'float32')
 
 
-def test_a_drafter_of_ones_own_from_a_file(own):
-    drafter = build(f'{own}:repeat', times=2)
+def test_a_drafter_of_ones_own_from_a_file(custom):
+    drafter = build(f'{custom}:repeat', times=2)
     assert drafter.times == 2
     inputs, key, config = prompts([0, 1]), jax.random.key(0), DecodeConfig(3, 20, GREEDY)
     output = generate(TARGET, drafter, inputs, key, config)
@@ -80,7 +80,7 @@ def test_an_unknown_kind_lists_the_known_ones():
     assert all(kind in str(error.value) for kind in KINDS)
 
 
-def test_what_is_wrong_with_a_file_is_said_in_one_line(own, tmp_path):
+def test_an_error_in_a_file_is_one_line(custom, tmp_path):
     broken = tmp_path / 'broken.py'
     broken.write_text('import spec_jax\n1 / 0\n')
     for kind, error, message in [
@@ -91,11 +91,11 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(own, tmp_path):
         ),
         (f'{tmp_path}:repeat', FileNotFoundError, 'expected FILE.py:NAME'),
         (f'{broken}:repeat', ValueError, 'broken.py: ZeroDivisionError as the file was run'),
-        (f'{own}:other', ValueError, "expected a function 'other' in .*own.py, found none"),
-        (f'{own}:number', ValueError, "expected a function 'number'"),
-        (f'{own}:nothing', ValueError, "got object without 'shape'"),
+        (f'{custom}:other', ValueError, "expected a function 'other' in .*own.py, found none"),
+        (f'{custom}:number', ValueError, "expected a function 'number'"),
+        (f'{custom}:nothing', ValueError, "got object without 'shape'"),
         (
-            f'{own}:unregistered',
+            f'{custom}:unregistered',
             ValueError,
             'expected a drafter that is a pytree of arrays, got Unregistered',
         ),

@@ -1,4 +1,4 @@
-"""How sure an n-gram is of its guess, and a thrifty draft that asks it."""
+"""The confidence of an n-gram in its guess, and a thrifty draft that uses it."""
 
 import flax.struct
 import jax
@@ -30,7 +30,7 @@ ASKED = []
 
 @flax.struct.dataclass
 class Sure:
-    """As sure as its script says, round by round; notes in `ASKED` each time that it makes a guess."""
+    """Has the confidence of its script, round by round; each guess is noted in `ASKED`."""
 
     script: jax.Array
 
@@ -51,29 +51,33 @@ class Sure:
         return state + 1
 
 
-def spoken(confidence, accepted):
-    """In which rounds it speaks, given how sure it is and how many of its guesses would pass; any costs .4."""
+def guessing_rounds_of(confidence, accepted):
+    """The rounds in which it guesses, given its confidence and how many guesses would pass; each guess costs .4."""
     ASKED.clear()
-    draft, found = Thrifty(Sure(jnp.asarray(confidence)), Sure.confidence, lambda rows: 0.4 * (rows > 1)), []
+    draft, guessing_rounds = (
+        Thrifty(Sure(jnp.asarray(confidence)), Sure.confidence, lambda rows: 0.4 * (rows > 1)),
+        [],
+    )
     state, one = draft.init(None, None, prompts([0]), 9), jnp.ones((1,), jnp.int32)
     round = Round(Context(jnp.zeros((1, 9), jnp.int32), one, one), None, 3, GREEDY, V)
     for number, passing in enumerate(accepted):
         proposed, state = draft.propose(state, round)
-        found += [number] if int(proposed.length[0]) else []
+        guessing_rounds += [number] if int(proposed.length[0]) else []
         passed = jnp.minimum(proposed.length, passing)
         state = draft.update(state, Outcome(None, Verification(passed, None, None, None), None))
     jax.effects_barrier()
-    assert len(ASKED) == len(found)  # only where it speaks
-    return found
+    assert len(ASKED) == len(guessing_rounds)  # only in rounds with a guess
+    return guessing_rounds
 
 
-def test_at_first_a_draft_speaks_where_it_is_sure():
+def test_at_first_a_draft_guesses_where_its_confidence_is_high():
     """From .3 on, where it is thought right at .37: three bring .37 (1 + .5 + .25) = .65 then, at .22 .385."""
-    sure = [0.1, 0.9, 0.2, 0.5, 0.29, 0.31, 0.7]
-    assert spoken(sure, [1] * 7) == [1, 3, 5, 6]
+    confidences = [0.1, 0.9, 0.2, 0.5, 0.29, 0.31, 0.7]
+    assert guessing_rounds_of(confidences, [1] * 7) == [1, 3, 5, 6]
 
 
-def test_each_step_of_confidence_has_an_account_of_its_own():
+def test_each_step_of_confidence_has_its_own_counts():
     """Sure and wrong, that of .31 goes from .65 below .4 in three rounds: .65 x .85^3 = .398; .9's stays."""
-    assert spoken([0.31] * 5 + [0.9], [0] * 5 + [2]) == [0, 1, 2, 5]
-    assert spoken([0.1] * 9 + [0.1], [3] * 10) == [8, 9]  # tried after eight silent rounds, and found to gain
+    assert guessing_rounds_of([0.31] * 5 + [0.9], [0] * 5 + [2]) == [0, 1, 2, 5]
+    # Tried after eight rounds without a guess, and it gains.
+    assert guessing_rounds_of([0.1] * 9 + [0.1], [3] * 10) == [8, 9]

@@ -54,22 +54,22 @@ def brute_force(texts, order, vocab_size, min_counts, most):
         padded = [0] * (order - 1) + list(text)
         for end in range(order, len(padded) + 1):
             grams.update(tuple(padded[end - n : end]) for n in range(1, order + 1))
-    behind = collections.defaultdict(list)
+    successors = collections.defaultdict(list)
     for gram, count in grams.items():
-        behind[gram[:-1]].append((-count, gram[-1]))
+        successors[gram[:-1]].append((-count, gram[-1]))
 
     @functools.cache
     def q(context):
         shorter = q(context[1:]) if context else np.full(vocab_size, 1 / vocab_size)
-        seen = behind.get(context)
+        seen = successors.get(context)
         if seen is None:
             return shorter
         divisor = len(seen) - sum(count for count, _ in seen)
         kept = [(-count, token) for count, token in sorted(seen) if -count >= min_counts[len(context)]]
-        own = np.zeros(vocab_size)
+        seen_share = np.zeros(vocab_size)
         for count, token in kept[: most if context else None]:
-            own[token] = count / divisor
-        return own + (1 - own.sum()) * shorter
+            seen_share[token] = count / divisor
+        return seen_share + (1 - seen_share.sum()) * shorter
 
     return q
 
@@ -77,7 +77,7 @@ def brute_force(texts, order, vocab_size, min_counts, most):
 # --- q ------------------------------------------------------------------------------------------------------
 
 # Two texts, 2 3 EOS and 2 2 EOS. c(2) = 3, c(EOS) = 2, c(3) = 1 among six tokens of three kinds, so that
-# q(w) = c(w) / 9 + 3 / 9 / 5. Behind 2 come 2, 3 and EOS, once each: 1 / 6 + q(w) / 2 for these.
+# q(w) = c(w) / 9 + 3 / 9 / 5. After 2 come 2, 3 and EOS, once each: 1 / 6 + q(w) / 2 for these.
 BY_HAND = [[2, 3, EOS], [2, 2, EOS]]
 UNIGRAM = np.array([3, 13, 18, 8, 3]) / 45
 
@@ -93,10 +93,10 @@ def test_q_of_a_text_worked_by_hand():
     counts = count_ngrams(BY_HAND, 2, 5, (1, 1), 9)
     np.testing.assert_allclose(dense(ngram.make_drafter(counts, 1), np.zeros((1, 0)))[0], UNIGRAM, atol=1e-7)
     expected = [
-        np.array([3, 13, 108, 8, 3]) / 135,  # the start token, behind which 2 comes twice: 2 / 3 + q / 3
-        UNIGRAM,  # EOS, behind which nothing comes
+        np.array([3, 13, 108, 8, 3]) / 135,  # the start token, after which 2 comes twice: 2 / 3 + q / 3
+        UNIGRAM,  # EOS, after which nothing comes
         np.array([3, 28, 33, 23, 3]) / 90,
-        np.array([3, 58, 18, 8, 3]) / 90,  # 3, behind which EOS comes once: 1 / 2 + q / 2
+        np.array([3, 58, 18, 8, 3]) / 90,  # 3, after which EOS comes once: 1 / 2 + q / 2
         UNIGRAM,
     ]
     np.testing.assert_allclose(
@@ -118,7 +118,7 @@ def test_what_is_pruned_goes_to_the_back_off():
 
 
 @pytest.mark.parametrize('order', [1, 2, 3, 4])
-def test_q_is_the_formulas_and_sums_to_1_behind_every_context(order):
+def test_q_is_the_formulas_and_sums_to_1_after_every_context(order):
     """Contexts seen, pruned, unseen and of start tokens; each with every token."""
     q = brute_force(random_texts(), 4, V, MIN_COUNTS, MOST)
     contexts = every_context(order)
@@ -145,15 +145,15 @@ def test_the_best_token_is_the_argmax_of_q_and_of_equals_the_smallest(order):
 
 
 def test_of_equally_probable_tokens_the_smallest_id_is_the_best():
-    """2 and EOS among the unigrams, 3 and 4 behind 2: each pair of equals."""
+    """2 and EOS among the unigrams, 3 and 4 after 2: each pair of equals."""
     drafter = ngram.make_drafter(count_ngrams([[2, 4, EOS], [2, 3, EOS]], 2, 5, (1, 1), 9))
     q = drafter.prob_of(np.repeat([[1], [2]], 5, axis=0), np.tile(np.arange(5), 2)).reshape(2, 5)
     assert q[0, EOS] == q[0, 2] == q[0].max() and q[1, 3] == q[1, 4] == q[1].max()
     assert drafter.best_after(np.array([[1], [2]]))[0].tolist() == [EOS, 3]
 
 
-def test_the_best_token_may_be_one_that_was_never_seen_behind_the_context():
-    """3 comes once behind 4, and 2 nearly everywhere else: 1 / 2 of q(2) is above 1 / 2 + 1 / 2 q(3) only when
+def test_the_best_token_may_be_one_that_was_never_seen_after_the_context():
+    """3 comes once after 4, and 2 nearly everywhere else: 1 / 2 of q(2) is above 1 / 2 + 1 / 2 q(3) only when
     the share of 3 is small, as where it was pruned."""
     texts = [[2] * 8 + [EOS]] * 9 + [[4, 3, EOS], [4, 5, EOS], [4, EOS]]
     drafter = ngram.make_drafter(count_ngrams(texts, 2, V, (1, 1), 1))
@@ -161,7 +161,7 @@ def test_the_best_token_may_be_one_that_was_never_seen_behind_the_context():
     assert dense(drafter, [[4]])[0].argmax() == 2
 
 
-def test_contexts_of_one_bucket_are_told_apart_and_others_are_not_found():
+def test_contexts_of_one_bucket_are_distinguished_and_others_are_not_found():
     """6,000 pairs of tokens, of which half are kept; many share a hash with one that is kept."""
     pairs = np.unique(np.random.default_rng(0).integers(0, 32128, (6000, 2)), axis=0)
     kept, others = pairs[::2], pairs[1::2]
@@ -198,17 +198,17 @@ def four_rows():
     return context, row_keys(jax.random.key(0), np.arange(4))
 
 
-def q_behind(texts):
-    """q [B, V] behind texts of any length, with start tokens before them."""
+def q_after(texts):
+    """q [B, V] after texts of any length, with start tokens before them."""
     contexts = [[0, 0, *text][-2:] for text in texts]
     return dense(ngram.make_drafter(COUNTS, 3), contexts)
 
 
-def test_a_greedy_draft_is_the_argmax_behind_the_last_tokens_of_each_row():
+def test_a_greedy_draft_is_the_argmax_after_the_last_tokens_of_each_row():
     draft = propose(DRAFTER, *four_rows())
     texts = [list(text[:length]) for text, length in zip(TEXT, LENGTH, strict=True)]
     for step in range(3):
-        expected = q_behind(texts).argmax(-1)
+        expected = q_after(texts).argmax(-1)
         np.testing.assert_array_equal(draft.tokens[:, step], expected)
         texts = [[*text, token] for text, token in zip(texts, expected, strict=True)]
     assert draft.probs is None and draft.length.tolist() == [3] * 4
@@ -225,12 +225,12 @@ def test_a_greedy_draft_is_the_argmax_behind_the_last_tokens_of_each_row():
     ],
     ids=str,
 )
-def test_a_sampled_draft_has_the_q_behind_each_of_its_tokens(sampling, vocab_size):
+def test_a_sampled_draft_has_the_q_after_each_of_its_tokens(sampling, vocab_size):
     draft = propose(DRAFTER, *four_rows(), sampling=sampling, vocab_size=vocab_size)
     texts = [list(text[:length]) for text, length in zip(TEXT, LENGTH, strict=True)]
     for step in range(3):
         logits = np.full((4, vocab_size), -np.inf)
-        logits[:, :V] = np.log(q_behind(texts))[:, :vocab_size]
+        logits[:, :V] = np.log(q_after(texts))[:, :vocab_size]
         expected = np.asarray(logits_to_probs(jnp.asarray(logits), sampling))
         np.testing.assert_allclose(draft.probs[:, step], expected, atol=1e-6)
         token = np.asarray(draft.tokens[:, step])
@@ -248,7 +248,7 @@ def test_a_greedy_draft_keeps_to_the_vocabulary(limit, vocab_size):
         vocab_size=vocab_size,
     )
     texts = [text[:length] for text, length in zip(TEXT, LENGTH, strict=True)]
-    allowed = q_behind(texts)[:, : min(limit or V, vocab_size)]
+    allowed = q_after(texts)[:, : min(limit or V, vocab_size)]
     np.testing.assert_array_equal(draft.tokens[:, 0], allowed.argmax(-1))
 
 
@@ -268,7 +268,7 @@ def test_drafts_are_sampled_from_q():
     context = Context(jnp.zeros((rows, 4), jnp.int32), one, one)
     keys = row_keys(jax.random.key(3), np.arange(rows))
     draft = propose(DRAFTER, context, keys, gamma=2, sampling=SamplingConfig())
-    expected = q_behind([[0]])[0][:, None] * q_behind([[0, token] for token in range(V)])
+    expected = q_after([[0]])[0][:, None] * q_after([[0, token] for token in range(V)])
     assert chi_square(histogram(draft.tokens, V), expected) > 0.001
 
 
@@ -279,9 +279,9 @@ ALWAYS, CHANCE, SELDOM = range(3)  # how often the draft of a row's table is rig
 
 def target():
     """Three tables of order 2: the draft's own q; any; and nearly all on a token that the draft never saw."""
-    own = np.log(q_behind(every_context(3))).reshape(V, V, V)
+    own_q = np.log(q_after(every_context(3))).reshape(V, V, V)
     model = TableModel.random(jax.random.key(1), V, order=2, num_tables=3, eos_id=EOS)
-    table = model.table.at[ALWAYS].set(own).at[SELDOM, ..., V - 1].add(6.0)
+    table = model.table.at[ALWAYS].set(own_q).at[SELDOM, ..., V - 1].add(6.0)
     return model.replace(table=table)
 
 
@@ -318,7 +318,7 @@ def num_bytes(drafter):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(ngram.on_device(drafter)))
 
 
-def test_memory_is_what_the_docstring_says_at_the_largest():
+def test_memory_is_that_of_the_docstring_at_the_largest():
     """Every token of 32128 a context of 32 successors: 9.4 MB, where V x V floats would be 4.1 GB."""
     size, most = 32128, 32
     every = np.ones(size, np.int64)

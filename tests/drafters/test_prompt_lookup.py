@@ -74,13 +74,13 @@ TABLE = {
     'one where two do not match': ('czcpqr', 'abc', 'zcp'),
     'never more than three': ('eabcxyzdabcpqr', 'dabc', 'xyz'),
     'no match': ('pqr', 'abc', ''),
-    'nothing said yet': ('pqr', '', ''),
-    'one token said': ('apqr', 'a', 'pqr'),
-    'two tokens said': ('axyabpqr', 'ab', 'pqr'),
-    'the source ends behind the match, EOS and all': ('abcd.', 'abc', 'd.'),
+    'nothing generated yet': ('pqr', '', ''),
+    'one token generated': ('apqr', 'a', 'pqr'),
+    'two tokens generated': ('axyabpqr', 'ab', 'pqr'),
+    'the source ends after the match, EOS and all': ('abcd.', 'abc', 'd.'),
     'EOS alone is left': ('abc.', 'abc', '.'),
-    'a match with nothing behind it': ('pqc', 'abc', ''),
-    'a shorter match where the longer has nothing behind it': ('cxyzabc', 'abc', 'xyz'),
+    'a match with nothing after it': ('pqc', 'abc', ''),
+    'a shorter match where the longer has nothing after it': ('cxyzabc', 'abc', 'xyz'),
     'the first match of the source before a later one': ('axyzapqr', 'a', 'xyz'),
     'the source before the output': ('apqr.', 'axyza', 'pqr'),
     'the output where its match is longer': ('apqr.', 'baxyzba', 'xyz'),
@@ -102,13 +102,13 @@ def columns():
 
 @pytest.mark.parametrize('fill', [0, *ids('abcx')])
 def test_what_is_proposed(fill):
-    """Stale tokens and padding that would match, had they a meaning, change nothing."""
+    """Stale tokens and padding that would match if they were valid change nothing."""
     sources, outputs, expected = columns()
     got = proposals(LOOKUP, *batch(sources, outputs, fill=fill))
     assert dict(zip(TABLE, got, strict=True)) == dict(zip(TABLE, expected, strict=True))
 
 
-def test_padding_width_is_of_no_account():
+def test_padding_width_changes_nothing():
     sources, outputs, expected = columns()
     assert proposals(LOOKUP, *batch(sources, outputs, width=25, buffer=33)) == expected
 
@@ -143,7 +143,7 @@ def reference(source, output, cursor, gamma, most, fewest):
 
 @pytest.mark.parametrize(('most', 'fewest', 'gamma'), [(3, 1, 3), (4, 2, 5)])
 def test_random_texts_of_few_letters_through_several_rounds(most, fewest, gamma):
-    """Each row goes its own way: its own text, its own acceptances, its own memory of where it copied."""
+    """Rows are independent: each has its own text, acceptances and copy position."""
     rows, rounds = 600, 4
     random = np.random.default_rng(most)
     letters = random.integers(2, 5, rows)
@@ -175,7 +175,7 @@ def test_random_texts_of_few_letters_through_several_rounds(most, fewest, gamma)
 
 
 def writer(texts, size=V):
-    """A target that writes texts[r] to a prompt that begins with token r; its two last tokens say what follows."""
+    """A target that writes texts[r] to a prompt of first token r; each next token follows from the last two."""
     table = np.zeros((size, size, size, size), np.float32)
     for prompt, text in texts.items():
         seen = [START, START, *ids(text)]
@@ -187,15 +187,17 @@ def writer(texts, size=V):
 def test_copies_are_accepted_as_worked_out_by_hand():
     """Three rows. The first copies its source: nothing, then bcd and e, then f and EOS, which ends it.
     The second repeats itself: a, b, c, a; then bca and b; then cab and c.
-    The third leaves a copy for a word of its own and takes it up again where it would have been, not at the
+    The third leaves a copy for another word and takes it up again where it would have been, not at the
     first a: c; then d of dea, and z; then a; then bfg and EOS."""
     sources = ['abcdef.', 'xyz', 'habcdeabfg']
     texts = {'a': 'abcdef.', 'x': 'abcabcabcabca', 'h': 'cdzabfg.'}
     inputs, _ = batch([ids(source) for source in sources], [[]] * 3)
     config = DecodeConfig(GAMMA, 12, GREEDY)
     output = generate(writer(texts), LOOKUP, inputs, jax.random.key(0), config)
-    said = [row[:size].tolist() for row, size in zip(np.asarray(output.tokens), output.length, strict=True)]
-    assert said == [ids('abcdef.'), ids('abcabcabcabc'), ids('cdzabfg.')]
+    texts_written = [
+        row[:size].tolist() for row, size in zip(np.asarray(output.tokens), output.length, strict=True)
+    ]
+    assert texts_written == [ids('abcdef.'), ids('abcabcabcabc'), ids('cdzabfg.')]
     np.testing.assert_array_equal(output.stats.rounds, [3, 6, 4])
     np.testing.assert_array_equal(output.stats.tested, [5, 6, 5])
     np.testing.assert_array_equal(output.stats.accepted, [5, 6, 4])

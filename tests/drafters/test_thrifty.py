@@ -1,4 +1,4 @@
-"""A thrifty draft speaks while it gains; what it says or keeps to itself changes no output."""
+"""A thrifty draft guesses while it gains; its guesses and its pauses do not change the output."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ from spec_jax.testing import ModelWrapper, ScriptedDrafter, TableModel, prompts
 from spec_jax.types import Context, Verification
 
 V, LIMIT = 6, 40
-TARGET = TableModel.random(jax.random.key(0), V, eos_id=V + 1)  # an EOS that is never said
+TARGET = TableModel.random(jax.random.key(0), V, eos_id=V + 1)  # an EOS that is never generated
 CONFIG = DecodeConfig(3, LIMIT, GREEDY)
 
 
@@ -40,26 +40,26 @@ def all_or_none(cost):
 def lengths(accepted, cost, rounds=30, gamma=3):
     """How long the drafts of a row are of which `accepted` tokens would pass each time."""
     draft = Thrifty(ScriptedDrafter(jnp.zeros((1, LIMIT), jnp.int32)), cost=cost)
-    state, found = draft.init(None, None, prompts([0]), LIMIT), []
+    state, proposed_lengths = draft.init(None, None, prompts([0]), LIMIT), []
     one = jnp.ones((1,), jnp.int32)
     round = Round(Context(jnp.zeros((1, LIMIT), jnp.int32), one, one), None, gamma, GREEDY, V)
     for _ in range(rounds):
         proposed, state = draft.propose(state, round)
-        found.append(int(proposed.length[0]))
+        proposed_lengths.append(int(proposed.length[0]))
         passed = jnp.minimum(proposed.length, accepted)
         state = draft.update(state, Outcome(None, Verification(passed, None, None, None), None))
-    return found
+    return proposed_lengths
 
 
 def by_the_rule(passing, cost, choices):
-    """The same in Python, of a text; `passing` says of a place how many tokens from it on would pass."""
-    place, silent, first, later, found = 0, 0, 0.35, 0.5, []
+    """The same in Python, for a text; `passing` maps a place to how many tokens from it on would pass."""
+    place, rounds_skipped, first, later, wanted_lengths = 0, 0, 0.35, 0.5, []
     while place < LIMIT:
         speed = {0: 1.0}
         for length in choices:
             speed[length] = (1 + sum(first * later**i for i in range(length))) / (1 + cost(length + 1))
         wanted = max(speed, key=speed.get)
-        if not wanted and silent >= 8:
+        if not wanted and rounds_skipped >= 8:
             wanted = choices[0]
         passed = min(wanted, passing(place))
         for number in range(min(passed + 1, wanted)):
@@ -68,28 +68,28 @@ def by_the_rule(passing, cost, choices):
                 first = 0.85 * first + 0.15 * hit
             else:
                 later = 0.85 * later + 0.15 * hit
-        silent = 0 if wanted else silent + 1
+        rounds_skipped = 0 if wanted else rounds_skipped + 1
         place += passed + 1
-        found.append(wanted)
-    return found
+        wanted_lengths.append(wanted)
+    return wanted_lengths
 
 
 def test_the_best_length_is_that_of_most_tokens_by_the_time_of_a_call():
     """By 1 + c + c d + c d^2 tokens: none, one, two and three of them are the best of a row each."""
     first, later = jnp.array([0.1, 0.3, 0.5, 0.9, 0.0]), jnp.array([0.9, 0.1, 0.6, 0.9, 0.0])
     costs = [0.2, 0.35, 0.6]
-    found = best_length(first, later, [1, 2, 3], costs)
+    best = best_length(first, later, [1, 2, 3], costs)
     speeds = [[1.1 / 1.2, 1.19 / 1.35, 1.271 / 1.6], [1.3 / 1.2, 1.33 / 1.35, 1.333 / 1.6]]
     speeds += [[1.5 / 1.2, 1.8 / 1.35, 1.98 / 1.6], [1.9 / 1.2, 2.71 / 1.35, 3.439 / 1.6], [0, 0, 0]]
-    assert found.tolist() == [int(np.argmax([1, *one])) for one in speeds] == [0, 1, 2, 3, 0]
+    assert best.tolist() == [int(np.argmax([1, *one])) for one in speeds] == [0, 1, 2, 3, 0]
     assert best_length(first, later, [3], costs[2:]).tolist() == [0, 0, 3, 3, 0]
 
 
-def test_a_draft_that_is_never_right_is_asked_ever_more_seldom():
+def test_a_draft_that_is_never_right_guesses_less_and_less_often():
     """It begins at .35, and .35 x .85^n pays for a token at .1 up to n = 7; then it is tried every ninth round."""
-    found = lengths(0, rows_cost(0.1))
-    assert [number for number, length in enumerate(found) if length] == [*range(8), 16, 25]
-    assert set(found[8:]) == {0, 1} and sorted(found[:8], reverse=True) == found[:8]
+    by_round = lengths(0, rows_cost(0.1))
+    assert [number for number, length in enumerate(by_round) if length] == [*range(8), 16, 25]
+    assert set(by_round[8:]) == {0, 1} and sorted(by_round[:8], reverse=True) == by_round[:8]
 
 
 @pytest.mark.parametrize('accepted', [0, 1, 2, 3])
@@ -116,9 +116,9 @@ def test_a_row_alone_is_decoded_as_by_the_plain_program_where_nothing_was_guesse
     assert output.stats.tested_at.tolist() == [[1, 0, 0]] and output.stats.rounds.tolist() == [LIMIT]
 
 
-@pytest.mark.parametrize(('share', 'spoken_of'), [(0.0, 0.3), (0.3, 0.85), (1.0, 1.0)])
-def test_a_row_speaks_alike_alone_and_among_others(share, spoken_of):
-    """`share` of its guesses would pass; it speaks in about `spoken_of` its rounds."""
+@pytest.mark.parametrize(('share', 'guessed_share'), [(0.0, 0.3), (0.3, 0.85), (1.0, 1.0)])
+def test_a_row_guesses_alike_alone_and_among_others(share, guessed_share):
+    """`share` of its guesses would pass; it guesses in about `guessed_share` of its rounds."""
     chance, cost = np.random.default_rng(0), rows_cost(0.1)
     texts = np.stack([text(first) for first in range(3)])
     script = np.where(chance.random(texts.shape) < share, texts, (texts + 1) % V)
@@ -137,8 +137,8 @@ def test_a_row_speaks_alike_alone_and_among_others(share, spoken_of):
         for right in script == texts
     ]
     assert rounds.tolist() == [*map(len, expected)]
-    assert guessed.tolist() == [np.count_nonzero(found) for found in expected]
-    assert guessed.sum() / rounds.sum() == pytest.approx(spoken_of, abs=0.1)
+    assert guessed.tolist() == [np.count_nonzero(lengths_of_row) for lengths_of_row in expected]
+    assert guessed.sum() / rounds.sum() == pytest.approx(guessed_share, abs=0.1)
 
 
 @flax.struct.dataclass

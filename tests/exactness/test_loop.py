@@ -1,4 +1,4 @@
-"""The real loop's checks on tables: what is right passes, and each audit tells right from wrong.
+"""The real loop's checks on tables: what is right passes, and each audit distinguishes right from wrong.
 
 Axes: B rows, R rounds, G draft length.
 """
@@ -37,15 +37,15 @@ def pair():
 
 
 def test_a_right_pair_passes_every_check(pair):
-    found, texts = greedy(pair, SOURCES), sampled(pair, SOURCES, SIZE)
-    assert [check.passed for check in found.checks] == [True] * 4
+    greedy_result, texts = greedy(pair, SOURCES), sampled(pair, SOURCES, SIZE)
+    assert [check.passed for check in greedy_result.checks] == [True] * 4
     assert [check.passed for check in texts.checks] == [True] * 8
-    assert found.agreement == dict(greedy_match=1.0, near_ties=[], mismatches=[])
-    assert found.stats.emitted > 0 and texts.stats.tested > 500
+    assert greedy_result.agreement == dict(greedy_match=1.0, near_ties=[], mismatches=[])
+    assert greedy_result.stats.emitted > 0 and texts.stats.tested > 500
 
 
-def test_a_draft_that_lies_about_q_fails_the_audit_of_q_and_of_the_texts(pair):
-    """Token 2 each time, said to be drawn from a distribution that has it at 1/4."""
+def test_a_draft_that_misreports_q_fails_the_audit_of_q_and_of_the_texts(pair):
+    """Token 2 each time, reported as drawn from a distribution that has it at 1/4."""
     probs = jnp.full((1, 1, V), 0.15).at[..., 2].set(0.25)
     lying = dataclasses.replace(pair, drafter=ScriptedDrafter(jnp.array([[2]]), probs))
     failed = {check.tested for check in sampled(lying, SOURCES, SIZE).checks if check.passed is False}
@@ -56,7 +56,7 @@ def test_a_draft_that_lies_about_q_fails_the_audit_of_q_and_of_the_texts(pair):
 
 
 def test_rescoring_by_hand():
-    """Behind start (0) and 2: the places and gaps of the table's rows."""
+    """After start (0) and 2: the places and gaps of the table's rows."""
     probs = np.full((1, 3, 3), 1 / 3)
     probs[0, 0], probs[0, 2] = [0.125, 0.25, 0.625], [0.25, 0.5, 0.25]
     target = TableModel.from_probs(probs)
@@ -84,8 +84,8 @@ RIGHT = dict(
     calls=[[0, 2, 0], [0, 1, 1], [0, 0, 0], [0, 0, 1]],
 )
 WRONG = {
-    'a token behind EOS': ('tokens', 0, [2, 3, EOS, 5]),
-    'a length behind EOS': ('length', 0, 4),
+    'a token after EOS': ('tokens', 0, [2, 3, EOS, 5]),
+    'a length after EOS': ('length', 0, 4),
     'emitted': ('emitted', 1, 3),
     'rounds': ('rounds', 1, 3),
     'histogram': ('histogram', 1, [0, 1, 1]),
@@ -109,7 +109,7 @@ def test_each_wrong_count_is_seen_in_its_row(name):
 
 
 def test_counts_are_those_that_the_trace_adds_up_to():
-    """Two rounds: 2 of 2 accepted and one more token; then 1 of 1 meant, cut by the limit."""
+    """Two rounds: 2 of 2 accepted and one more token; then 1 of 1 valid, cut by the limit."""
     zeros = np.zeros((2, 1, 2))
     trace = audit.Trace(
         length=np.array([[2], [1]]),

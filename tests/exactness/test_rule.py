@@ -14,7 +14,7 @@ from spec_jax.testing import joint
 
 pytestmark = pytest.mark.usefixtures('optimised')
 
-HOW = [SamplingConfig(), SamplingConfig(top_k=3), SamplingConfig(temperature=0.5, top_p=0.7), GREEDY]
+SAMPLINGS = [SamplingConfig(), SamplingConfig(top_k=3), SamplingConfig(temperature=0.5, top_p=0.7), GREEDY]
 
 
 def test_a_key_draws_the_first_of_the_coordinates_that_it_owns():
@@ -27,16 +27,16 @@ def test_a_key_draws_the_first_of_the_coordinates_that_it_owns():
 
 @pytest.mark.parametrize('with_probs', [True, False])
 def test_the_exact_rule_emits_the_targets_distribution(with_probs):
-    chains = [rule.random_chain(seed, 2, how) for seed, how in enumerate(HOW)]
+    chains = [rule.random_chain(seed, 2, sampling) for seed, sampling in enumerate(SAMPLINGS)]
     if not with_probs:
         chains = [rule.deterministic(chain) for chain in chains]
-    found = rule.integrate(chains, with_probs)
-    assert found.rules == 4 * 3 * 25
-    assert max(found.emitted, found.enumerated, found.accepted) < 5e-7
-    assert found.ends == found.others == 0
+    errors = rule.integrate(chains, with_probs)
+    assert errors.rules == 4 * 3 * 25
+    assert max(errors.emitted, errors.enumerated, errors.accepted) < 5e-7
+    assert errors.ends == errors.others == 0
 
 
-def test_the_deviation_of_the_lenient_rule_is_what_its_definition_says():
+def test_the_deviation_of_the_lenient_rule_is_that_of_its_definition():
     """One draft token: it passes with min(1, p / (l q)), and is replaced from norm(max(0, p - q))."""
     chains = [rule.random_chain(seed, 1, SamplingConfig()) for seed in range(4)]
     expected = []
@@ -46,9 +46,9 @@ def test_the_deviation_of_the_lenient_rule_is_what_its_definition_says():
         residual = np.maximum(p - q, 0) / np.maximum(p - q, 0).sum()
         first = q * passes + (q * (1 - passes)).sum() * residual
         expected.append(np.abs(first[:, None] * bonus - joint(chain.p)).max())
-    found = rule.integrate(chains, True, LenientRule(0.5))
-    assert found.emitted == pytest.approx(max(expected), abs=1e-6) and found.emitted > 0.01
-    assert found.ends == found.others == 0 and found.enumerated < 1e-6
+    errors = rule.integrate(chains, True, LenientRule(0.5))
+    assert errors.emitted == pytest.approx(max(expected), abs=1e-6) and errors.emitted > 0.01
+    assert errors.ends == errors.others == 0 and errors.enumerated < 1e-6
 
 
 def test_the_parts_of_a_sum_are_the_worst_of_each():

@@ -37,8 +37,8 @@ def test_a_shift_of_the_stated_size_is_found_nine_times_in_ten_and_none_never():
         random.random((trials, samples)) < 0.5 + shift
     )  # which moves `shift` from the upper half to the lower
     places = random.random((trials, samples)) / 2 + np.where(likely, 0, 0.5)
-    found = sum(not uniform(row, np.zeros(samples), 0).passed for row in places)
-    assert 0.85 * trials < found < 0.95 * trials
+    detected = sum(not uniform(row, np.zeros(samples), 0).passed for row in places)
+    assert 0.85 * trials < detected < 0.95 * trials
     fair = random.random((trials, samples))
     assert all(uniform(row, np.zeros(samples), 0).passed for row in fair)
 

@@ -23,7 +23,7 @@ from spec_jax.types import Draft
 
 V, EOS, ROWS, LIMIT = 16, 1, 8, 24
 SAMPLED = SamplingConfig()
-HOW = {'greedy': GREEDY, 'sampled': SAMPLED}
+SAMPLINGS = {'greedy': GREEDY, 'sampled': SAMPLED}
 LENIENCES = (1.0, 0.5, 0.1)
 KEYS = row_keys(jax.random.key(5), range(ROWS))
 
@@ -54,14 +54,14 @@ def measured(drafter, texts, length, sampling, target=TARGET, inputs=ALL, keys=K
     )
 
 
-def always(token, meant=1):
+def always(token, valid=1):
     """A draft of one token, deterministic."""
-    token, meant = (jnp.full((ROWS, LIMIT), value, jnp.int32) for value in (token, meant))
-    return ScriptedDrafter(token, lengths=meant)
+    token, valid = (jnp.full((ROWS, LIMIT), value, jnp.int32) for value in (token, valid))
+    return ScriptedDrafter(token, lengths=valid)
 
 
 def places(model, text, row, sampling):
-    """What a table of order 2 says at each place of a text, in float64: [N, V]."""
+    """The distribution of a table of order 2 at each place of a text, in float64: [N, V]."""
     before = np.array([0, 0, *text], int)
     logits = np.asarray(model.table, np.float64)[row, before[:-2], before[1:-1]]
     if sampling.temperature == 0:
@@ -82,7 +82,7 @@ def by_hand(target, draft, texts, length, sampling, lenience=1.0):
 # --- closed form --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('sampling', HOW.values(), ids=HOW)
+@pytest.mark.parametrize('sampling', SAMPLINGS.values(), ids=SAMPLINGS)
 def test_overlaps_equal_those_worked_out_along_the_text(sampling):
     """The rows end at different times, and some at the limit."""
     texts, length = texts_of(TARGET, sampling)
@@ -110,7 +110,7 @@ def test_greedy_overlap_is_the_number_of_agreeing_argmaxes():
     assert 0 < sum(agreeing) < np.sum(length)
 
 
-@pytest.mark.parametrize('sampling', HOW.values(), ids=HOW)
+@pytest.mark.parametrize('sampling', SAMPLINGS.values(), ids=SAMPLINGS)
 def test_alpha_is_1_when_the_draft_is_the_target(sampling):
     texts, length = texts_of(TARGET, sampling)
     sums = measured(ModelDrafter(TARGET), texts, length, sampling)
@@ -129,23 +129,23 @@ def test_a_deterministic_guess_counts_with_its_probability_where_it_was_made():
     """Row r guesses token r + 2 at each place, but has no guess at the places r, r + 1 and 6."""
     texts, length = texts_of(TARGET, SAMPLED)
     guesses = jnp.broadcast_to(jnp.arange(ROWS)[:, None] + 2, (ROWS, LIMIT))
-    silent = np.zeros((ROWS, LIMIT), bool)
-    silent[np.arange(ROWS), np.arange(ROWS)] = silent[np.arange(ROWS), np.arange(ROWS) + 1] = True
-    silent[:, 6] = True
-    drafter = ScriptedDrafter(guesses, lengths=jnp.asarray(~silent, jnp.int32))
+    no_guess = np.zeros((ROWS, LIMIT), bool)
+    no_guess[np.arange(ROWS), np.arange(ROWS)] = no_guess[np.arange(ROWS), np.arange(ROWS) + 1] = True
+    no_guess[:, 6] = True
+    drafter = ScriptedDrafter(guesses, lengths=jnp.asarray(~no_guess, jnp.int32))
     sums = measured(drafter, texts, length, SAMPLED)
     for row, count in enumerate(np.asarray(length)):
         p = places(TARGET, np.asarray(texts)[row, :count], row, SAMPLED)[:, row + 2]
-        heard = ~silent[row, :count]
-        assert sums.proposed[row] == heard.sum() and sums.tokens[row] == count
-        expected = [np.minimum(p[heard] / lenience, 1).sum() for lenience in LENIENCES]
+        with_guess = ~no_guess[row, :count]
+        assert sums.proposed[row] == with_guess.sum() and sums.tokens[row] == count
+        expected = [np.minimum(p[with_guess] / lenience, 1).sum() for lenience in LENIENCES]
         np.testing.assert_allclose(sums.overlap[row], expected, rtol=1e-5)
     assert np.sum(sums.proposed) < np.sum(length)
 
 
 def test_a_draft_that_never_guesses_has_no_overlap_and_no_coverage():
     texts, length = texts_of(TARGET, SAMPLED)
-    drafter = always(2, meant=0)
+    drafter = always(2, valid=0)
     sums = measured(drafter, texts, length, SAMPLED)
     np.testing.assert_array_equal(sums.overlap, 0)
     np.testing.assert_array_equal(sums.proposed, 0)
@@ -155,8 +155,8 @@ def test_a_draft_that_never_guesses_has_no_overlap_and_no_coverage():
 # --- where texts end ----------------------------------------------------------------------------------------
 
 
-def test_places_behind_a_texts_length_do_not_count():
-    """Cut to 0, 1, .., limit tokens; what stands behind is another text altogether."""
+def test_places_after_a_texts_length_do_not_count():
+    """Cut to 0, 1, .., limit tokens; the tokens after it are of another text."""
     texts, length = texts_of(TARGET, SAMPLED)
     cut = jnp.minimum(length, jnp.array([0, 1, 2, 5, 23, 24, 24, 3]))
     spoilt = jnp.where(jnp.arange(LIMIT) < cut[:, None], texts, EOS)
@@ -167,7 +167,7 @@ def test_places_behind_a_texts_length_do_not_count():
 
 
 def test_an_eos_within_the_length_is_a_token_like_any_other():
-    """The texts of a target that is said to go on behind it."""
+    """Texts of a target that continues after EOS."""
     forever = TARGET.replace(eos_id=-1)
     texts, length = texts_of(forever, SAMPLED)
     assert np.any(np.asarray(texts)[:, :-1] == EOS) and np.all(np.asarray(length) == LIMIT)
@@ -207,9 +207,9 @@ def test_a_row_is_the_same_alone_and_in_another_order():
 
 @flax.struct.dataclass
 class Notebook:
-    """Guesses token 2, or -1, which ends the run with an error, unless all that it is told is as agreed.
+    """Guesses token 2, or -1, which ends the run with an error, unless all that it receives is as specified.
 
-    Its state: the text as its updates told it, `told` [B, size]; the round; each row's table; what was `sound` [B].
+    Its state: the text from its updates, `received` [B, size]; the round; each row's table; what was `sound` [B].
     """
 
     target: TableModel
@@ -220,7 +220,7 @@ class Notebook:
     def init(self, target, prefill, inputs, num_slots):
         batch = inputs.tokens.shape[0]
         return dict(
-            told=jnp.zeros((batch, num_slots + 1), jnp.int32),
+            received=jnp.zeros((batch, num_slots + 1), jnp.int32),
             round=jnp.zeros((), jnp.int32),
             row=inputs.tokens[:, 0],
             sound=jnp.ones((batch,), bool),
@@ -228,28 +228,28 @@ class Notebook:
 
     def propose(self, state, round):
         context = round.context
-        behind = jnp.arange(state['told'].shape[1]) >= context.length[:, None]
-        unseen = jnp.where(behind, context.tokens, 0).max(-1) == 0  # nothing of the text to come
-        same = (behind | (context.tokens == state['told'])).all(-1)
+        unwritten = jnp.arange(state['received'].shape[1]) >= context.length[:, None]
+        unseen = jnp.where(unwritten, context.tokens, 0).max(-1) == 0  # nothing of the text to come
+        same = (unwritten | (context.tokens == state['received'])).all(-1)
         same &= context.length == state['round'] + 1
         token = jnp.where(unseen & same & state['sound'], 2, -1)[:, None]
         return Draft(token, None, jnp.ones_like(context.length)), state
 
     def update(self, state, outcome):
         hidden, verified = outcome.hidden, outcome.verification
-        at, told, row = state['round'] + 1, state['told'], state['row']
-        before, newest = told[:, jnp.maximum(at - 2, 0)], told[:, at - 1]
-        # A table's hidden states are its logits: behind the newest token, then behind the guess.
+        at, received, row = state['round'] + 1, state['received'], state['row']
+        before, newest = received[:, jnp.maximum(at - 2, 0)], received[:, at - 1]
+        # A table's hidden states are its logits: after the newest token, then after the guess.
         table = self.target.table
         sound = (hidden[:, 0] == table[row, before, newest]).all(-1) & (
             hidden[:, 1] == table[row, newest, 2]
         ).all(-1)
         sound &= verified.num_accepted == 0
-        told = told.at[:, at].set(verified.tokens[:, 0])
-        return dict(told=told, round=at, row=row, sound=sound)
+        received = received.at[:, at].set(verified.tokens[:, 0])
+        return dict(received=received, round=at, row=row, sound=sound)
 
 
-def test_a_drafter_is_told_the_targets_tokens_one_by_one_and_never_in_advance():
+def test_a_drafter_gets_the_targets_tokens_one_by_one_and_never_in_advance():
     texts, length = texts_of(TARGET, SAMPLED)
     sums = measured(Notebook(TARGET), texts, length, SAMPLED)
     expected = [
@@ -345,12 +345,12 @@ def test_lines_measured_before_are_not_measured_again_and_the_batch_does_not_mat
 
 def test_figures_of_two_texts_by_hand():
     records = [dict(tokens=4, proposed=4, overlap=[3.0, 3.5]), dict(tokens=6, proposed=1, overlap=[1.0, 1.5])]
-    found = acceptance.figures(records, (1.0, 0.5))
-    assert found['alpha'] == 0.4 and found['lenience'] == {'1': 0.4, '0.5': 0.5}
-    assert (found['tokens'], found['texts'], found['coverage']) == (10, 2, 0.5)
-    np.testing.assert_allclose(found['expected_tokens']['3'], 1 + 0.4 + 0.16 + 0.064)
+    figures = acceptance.figures(records, (1.0, 0.5))
+    assert figures['alpha'] == 0.4 and figures['lenience'] == {'1': 0.4, '0.5': 0.5}
+    assert (figures['tokens'], figures['texts'], figures['coverage']) == (10, 2, 0.5)
+    np.testing.assert_allclose(figures['expected_tokens']['3'], 1 + 0.4 + 0.16 + 0.064)
     # Of two texts drawn twice, a quarter of the draws are one text alone.
-    np.testing.assert_allclose([found['low'], found['high']], [1 / 6, 3 / 4])
+    np.testing.assert_allclose([figures['low'], figures['high']], [1 / 6, 3 / 4])
 
 
 def test_the_interval_is_that_of_whole_texts():
@@ -365,7 +365,7 @@ def test_the_interval_is_that_of_whole_texts():
     assert acceptance.bootstrap_interval(sums, np.full(400, 10), seed=1) != (low, high)
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says():
+def test_the_interval_covers_the_truth_as_often_as_stated():
     """500 samples of 60 texts, of 1 to 19 places each; in the longer texts a guess fits more often."""
     random = np.random.default_rng(0)
     lengths = np.arange(1, 20)

@@ -40,7 +40,7 @@ def test_dear_rows_shorten_the_draft():
     assert 'gamma = 1: alpha = 0.50' in auto_gamma.sentence(measured(0.5, 0.0), choice, 1)
 
 
-def test_a_draft_that_does_not_always_guess_is_judged_by_its_tokens_per_call():
+def test_a_draft_that_does_not_always_guess_is_measured_by_its_tokens_per_call():
     seldom = measured(0.9, 0.0, [[1, 1.0], [2, 1.1], [5, 1.25], [9, 1.5]], tokens_per_call=1.2)
     alpha = auto_gamma.effective_alpha(1.2, PROBE)
     assert analysis.expected_tokens(alpha, PROBE) == pytest.approx(1.2) and alpha < 0.2
@@ -57,11 +57,11 @@ def test_a_draft_that_does_not_always_guess_is_judged_by_its_tokens_per_call():
         (measured(0.15, 0.1, tokens_per_call=1.05), 'too few guesses pass'),
     ],
 )
-def test_where_nothing_gains_the_reason_is_told(figures, words):
+def test_where_nothing_gains_the_reason_is_given(figures, words):
     choice = auto_gamma.choose(figures)
     assert choice['gamma'] == 0
-    told = auto_gamma.sentence(figures, choice, 8)
-    assert told.startswith('WARNING: no gamma gains') and words in told and 'batch size 8' in told
+    message = auto_gamma.sentence(figures, choice, 8)
+    assert message.startswith('WARNING: no gamma gains') and words in message and 'batch size 8' in message
 
 
 def test_measured_and_kept(tmp_path):
@@ -73,12 +73,12 @@ def test_measured_and_kept(tmp_path):
     settings = setup.Settings(DecodeConfig(4, 10, SamplingConfig(0.0)), max_source_length=16)
     job = setup.Job([], sources, 0, None, target, settings)
     path = tmp_path / 'gamma.jsonl'
-    gamma, told, figures = auto_gamma.settle(job, ModelDrafter(target), path, dict(a=1))
+    gamma, message, figures = auto_gamma.settle(job, ModelDrafter(target), path, dict(a=1))
     assert figures['alpha'] == pytest.approx(1, abs=1e-6) and figures['tested'] > 0
     assert [rows for rows, _ in figures['cost_of_rows']] == [1, 2, 5, 9]
     assert min(cost for _, cost in figures['cost_of_rows']) > 0 and figures['c'] >= 0
-    assert figures['gamma'] == gamma and told.count('\n') == 2 + 16
+    assert figures['gamma'] == gamma and message.count('\n') == 2 + 16
     again = auto_gamma.settle(job, None, path, dict(a=1))  # without a drafter nothing could be measured
-    assert again == (gamma, told, figures)
+    assert again == (gamma, message, figures)
     with pytest.raises(ValueError, match='another a'):
         auto_gamma.settle(job, None, path, dict(a=2))

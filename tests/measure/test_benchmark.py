@@ -1,4 +1,4 @@
-"""The sweep: its cells, what it keeps, each figure by hand, and what the report says of them."""
+"""The sweep: its cells, what it keeps, each figure by hand, and their report."""
 
 import dataclasses
 import json
@@ -103,7 +103,7 @@ def stats(rounds, tested_at, histogram, emitted=None, overlap=None):
 
 
 def test_acceptance_by_place_is_over_the_rounds_that_tested_it():
-    # Drafts of 2: rejected at once; rejected behind one; ended behind one; both accepted, twice.
+    # Drafts of 2: rejected at once; rejected after one; ended after one; both accepted, twice.
     rows = stats([5], [[5, 3]], [[1, 2, 2]])
     assert benchmark.position_acceptance(rows) == [4 / 5, 2 / 3]
 
@@ -221,7 +221,7 @@ def test_counts_by_batch_add_up_to_those_of_all_and_to_the_ids(job):
         assert emitted.sum() == result.stats.emitted and result.compile_seconds >= 0
 
 
-# --- what the report says -----------------------------------------------------------------------------------
+# --- the report ---------------------------------------------------------------------------------------------
 
 
 def row(cell=BASE, speedup=1.5, **changes):
@@ -266,11 +266,11 @@ def by_batch(*speedups):
     ids=['stops', 'gains late', 'never stops', 'never gains'],
 )
 def test_where_in_batch_size_speculation_stops_paying(speedups, expected):
-    said = benchmark_report.batch_sentence(by_batch(*speedups)[::-1])
-    assert expected in said and 'holds 1' not in said
+    sentence = benchmark_report.batch_sentence(by_batch(*speedups)[::-1])
+    assert expected in sentence and 'holds 1' not in sentence
 
 
-def test_an_interval_that_holds_one_is_said():
+def test_an_interval_that_holds_one_is_reported():
     assert 'The 95% interval holds 1 at 2.' in benchmark_report.batch_sentence(by_batch(1.5, 1.1, 0.7))
     assert 'holds 1 at 1 and 2.' in benchmark_report.batch_sentence(by_batch(1.1, 0.9))
     unknown = [one | dict(speedup_low=None, speedup_high=None) for one in by_batch(1.1, 0.9)]
@@ -298,14 +298,20 @@ def cells_of(table):
 def test_table_2_has_the_papers_figures_beside_ours():
     rows = [row(), row(Cell('model=other', 1.0, 4, 1)), row(Cell('bigram', 0.0, 4, 1), alpha=None)]
     header, _, *lines = cells_of(benchmark_report.table_2(rows, 'EnDe'))
-    found = [dict(zip(header, line, strict=True)) for line in lines]
+    by_column = [dict(zip(header, line, strict=True)) for line in lines]
     assert (
-        found[0] | dict(draft='model', T='0', α='0.750', c='0.100', expected='1.75', measured='1.50')
-        == found[0]
+        by_column[0] | dict(draft='model', T='0', α='0.750', c='0.100', expected='1.75', measured='1.50')
+        == by_column[0]
     )
-    assert found[0]['paper α'] == '0.75 / 0.8 / 0.82' and found[0]['paper measured'] == '3.4 / 2.8 / 1.7'
-    assert found[1]['paper γ'] == '7 / 5 / 3' and found[1]['paper expected'] == '2.3 / 2.4 / 2'
-    assert found[2]['paper α'] == '0.2' and found[2]['paper measured'] == '-' and found[2]['α'] == '-'
+    assert (
+        by_column[0]['paper α'] == '0.75 / 0.8 / 0.82' and by_column[0]['paper measured'] == '3.4 / 2.8 / 1.7'
+    )
+    assert by_column[1]['paper γ'] == '7 / 5 / 3' and by_column[1]['paper expected'] == '2.3 / 2.4 / 2'
+    assert (
+        by_column[2]['paper α'] == '0.2'
+        and by_column[2]['paper measured'] == '-'
+        and by_column[2]['α'] == '-'
+    )
     header, _, line = cells_of(benchmark_report.table_2(rows[:1], 'CNN/DM'))
     assert dict(zip(header, line, strict=True))['paper c'] == '0.02 / 0.04 / 0.11'
 
@@ -325,15 +331,15 @@ def test_pictures_and_tables_of_a_sweep_of_one_cell_and_of_many():
     assert set(benchmark_report.pictures(one, BASE, 'title')) == {'gamma.png', 'accepted.png'}
     assert 'Batch size' not in benchmark_report.markdown(one, BASE, 'EnDe', 'weights', dict(data='d'))
     rows = [row(cell) for cell in benchmark.one_axis_at_a_time(BASE, *LISTS)]
-    found = benchmark_report.pictures(rows, BASE, 'title')
-    assert set(found) == {'gamma.png', 'accepted.png', 'batch_size.png', 'alpha.png'}
+    pictures = benchmark_report.pictures(rows, BASE, 'title')
+    assert set(pictures) == {'gamma.png', 'accepted.png', 'batch_size.png', 'alpha.png'}
     text = benchmark_report.markdown(rows, BASE, 'EnDe', 'these weights, that device', dict(data='d'))
     assert text.count('\n\nthese weights, that device\n\n') == 1 and '* data: d' in text
-    for name in found:
+    for name in pictures:
         assert f'({name})' in text
 
 
-def test_alpha_of_a_draft_that_falls_silent_is_said_to_be_and_stands_without_the_papers():
+def test_alpha_of_a_draft_with_empty_rounds_is_marked_and_has_no_figure_of_the_paper():
     rows = [row(Cell('bigram', 0.0, BASE.gamma, 1), guessed=guessed) for guessed in (1.0, 0.75)]
     for one, label, marks in zip(rows, ('bigram', 'bigram\nwhere it guesses'), (2, 0), strict=True):
         axes = benchmark_report.pictures([row(), one], BASE, 'title')['alpha.png'].axes[0]

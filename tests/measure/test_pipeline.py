@@ -51,8 +51,8 @@ def test_sampled_lines_do_not_depend_on_the_batch(pair, sources):
     settings = SETTINGS.decoding(sampling=SamplingConfig(1.0))
     single = dataclasses.replace(settings, batch_size=1)
     one, many = (
-        runs.decode_lines(sources, how, runs.speculative_program(target, drafter, how)).ids
-        for how in (single, settings)
+        runs.decode_lines(sources, batching, runs.speculative_program(target, drafter, batching)).ids
+        for batching in (single, settings)
     )
     for ours, theirs in zip(one, many, strict=True):
         np.testing.assert_array_equal(ours, theirs)

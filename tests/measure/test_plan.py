@@ -11,12 +11,12 @@ from spec_jax.measure import plan
 
 
 def test_the_papers_figures():
-    found = plan.plan(alpha=0.8, c=0.0, c_hat=0.0, max_gamma=5)  # Table 1
-    assert [round(found['rows'][gamma]['operations'], 2) for gamma in (2, 5)] == [1.23, 1.63]
-    assert [round(found['rows'][gamma]['speedup'], 2) for gamma in (2, 5)] == [2.44, 3.69]
-    found = plan.plan(alpha=0.75, c=0.02, c_hat=0.0, max_gamma=10)  # Table 2's first row
-    assert round(found['rows'][7]['tokens_per_call'], 2) == 3.60
-    assert round(found['rows'][7]['speedup'], 2) == 3.16
+    result = plan.plan(alpha=0.8, c=0.0, c_hat=0.0, max_gamma=5)  # Table 1
+    assert [round(result['rows'][gamma]['operations'], 2) for gamma in (2, 5)] == [1.23, 1.63]
+    assert [round(result['rows'][gamma]['speedup'], 2) for gamma in (2, 5)] == [2.44, 3.69]
+    result = plan.plan(alpha=0.75, c=0.02, c_hat=0.0, max_gamma=10)  # Table 2's first row
+    assert round(result['rows'][7]['tokens_per_call'], 2) == 3.60
+    assert round(result['rows'][7]['speedup'], 2) == 3.16
 
 
 def test_plain_decoding_is_the_first_row():
@@ -26,23 +26,23 @@ def test_plain_decoding_is_the_first_row():
 
 def test_the_best_gamma_by_hand():
     # (1 - .5^(g + 1)) / .5 / (.2 g + 1): 1, 1.25, 1.25, 1.172: the shorter of two equals
-    found = plan.plan(alpha=0.5, c=0.2, c_hat=0.2, max_gamma=3)
-    assert found['best_gamma'] == 1 and found['guaranteed'] == pytest.approx(1.25)
-    assert 'gamma = 1 is best: 1.50 tokens per target call, 1.25 times' in plan.sentence(found, 0.5, 0.2)
-    assert plan.table(found).splitlines()[3].split()[-2] == 'best'
+    result = plan.plan(alpha=0.5, c=0.2, c_hat=0.2, max_gamma=3)
+    assert result['best_gamma'] == 1 and result['guaranteed'] == pytest.approx(1.25)
+    assert 'gamma = 1 is best: 1.50 tokens per target call, 1.25 times' in plan.sentence(result, 0.5, 0.2)
+    assert plan.table(result).splitlines()[3].split()[-2] == 'best'
 
 
-def test_where_no_gamma_gains_it_says_so():
-    found = plan.plan(alpha=0.1, c=0.2, c_hat=0.2, max_gamma=4)
-    assert found['best_gamma'] == 0 and found['guaranteed'] is None
+def test_where_no_gamma_gains_the_sentence_states_it():
+    result = plan.plan(alpha=0.1, c=0.2, c_hat=0.2, max_gamma=4)
+    assert result['best_gamma'] == 0 and result['guaranteed'] is None
     assert 'No draft length gains anything: alpha = 0.1 is not above c = 0.2' in plan.sentence(
-        found, 0.1, 0.2
+        result, 0.1, 0.2
     )
 
 
-def test_a_best_gamma_at_the_edge_says_that_longer_may_be_better():
-    found = plan.plan(alpha=0.95, c=0.01, c_hat=0.01, max_gamma=3)
-    assert found['best_gamma'] == 3 and 'raise --max_gamma' in plan.sentence(found, 0.95, 0.01)
+def test_a_best_gamma_at_the_edge_comes_with_a_hint_to_try_longer_ones():
+    result = plan.plan(alpha=0.95, c=0.01, c_hat=0.01, max_gamma=3)
+    assert result['best_gamma'] == 3 and 'raise --max_gamma' in plan.sentence(result, 0.95, 0.01)
 
 
 @pytest.mark.parametrize(

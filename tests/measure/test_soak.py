@@ -27,8 +27,8 @@ def program():
     return runs.speculative_program(target, ModelDrafter(draft), SETTINGS)
 
 
-def soaked(program, prompts=10 * PASS, **how):
-    return soak.run(program, soak.make_passes(SOURCES, prompts, SETTINGS), SETTINGS, **how)
+def soaked(program, prompts=10 * PASS, **options):
+    return soak.run(program, soak.make_passes(SOURCES, prompts, SETTINGS), SETTINGS, **options)
 
 
 def test_a_pass_has_every_width_twice_and_an_empty_line():
@@ -48,8 +48,8 @@ def test_a_pass_has_every_width_twice_and_an_empty_line():
 
 
 def test_all_lengths_come():
-    how = dataclasses.replace(SETTINGS, max_source_length=20)
-    passes = soak.make_passes(SOURCES, 1000, how)
+    settings = dataclasses.replace(SETTINGS, max_source_length=20)
+    passes = soak.make_passes(SOURCES, 1000, settings)
     assert {len(ids) for prompts in passes for ids in prompts} == set(range(1, 21))
 
 
@@ -65,10 +65,10 @@ def test_too_little_to_soak_is_refused():
 def test_compilations_are_counted_while_they_are_looked_at():
     double, x = jax.jit(lambda x: 2 * x), [np.ones(size, np.float32) for size in (1, 2, 3)]
     double(x[0])
-    with soak.Compilations() as found:
+    with soak.Compilations() as compilations:
         double(x[1]), double(x[0]), double(x[1])
     double(x[2])
-    assert (found.count, found.from_cache) == (1, 0)
+    assert (compilations.count, compilations.from_cache) == (1, 0)
 
 
 def test_a_sound_loop_is_bounded_and_every_pass_has_a_seed_of_its_own(program):
@@ -79,14 +79,14 @@ def test_a_sound_loop_is_bounded_and_every_pass_has_a_seed_of_its_own(program):
         return program(inputs, keys)
 
     run = soaked(noting)
-    found = soak.figures(run, BOUND)
-    assert found['faults'] == [] and found['prompts'] == 10 * PASS == run.samples[-1].prompts
-    assert found['compilations_first_pass'] >= len(WIDTHS) and found['compilations_later'] == 0
-    assert found['live_arrays'][0] == found['live_arrays'][1]
+    figures = soak.figures(run, BOUND)
+    assert figures['faults'] == [] and figures['prompts'] == 10 * PASS == run.samples[-1].prompts
+    assert figures['compilations_first_pass'] >= len(WIDTHS) and figures['compilations_later'] == 0
+    assert figures['live_arrays'][0] == figures['live_arrays'][1]
     assert len(seen) == 10 * 4 and len(set(map(str, seen))) == len(seen)
     assert run.stats.tested_at.shape == (2,) and run.stats.histogram.shape == (3,)
     assert run.stats.histogram.sum() == run.stats.rounds > 0
-    assert 'bounded' in soak.summary(found)
+    assert 'bounded' in soak.summary(figures)
 
 
 def test_outputs_that_are_kept_are_caught(program):
@@ -96,12 +96,12 @@ def test_outputs_that_are_kept_are_caught(program):
         kept.append(program(inputs, keys))
         return kept[-1]
 
-    found = soak.figures(soaked(leaking), BOUND)
-    first, last = found['live_arrays']
+    figures = soak.figures(soaked(leaking), BOUND)
+    first, last = figures['live_arrays']
     assert last - first == 9 * 4 * len(jax.tree.leaves(kept[0]))
-    (fault,) = found['faults']
+    (fault,) = figures['faults']
     assert f'{first} JAX arrays were alive after the first pass and {last} after the last' in fault
-    assert f'FAILED: {fault}' in soak.summary(found)
+    assert f'FAILED: {fault}' in soak.summary(figures)
 
 
 def test_memory_of_the_host_that_is_kept_is_caught(program):
@@ -112,11 +112,11 @@ def test_memory_of_the_host_that_is_kept_is_caught(program):
         kept[-1].write(bytes(2_000_000))
         return program(inputs, keys)
 
-    found = soak.figures(soaked(leaking), BOUND)
+    figures = soak.figures(soaked(leaking), BOUND)
     expected = 2 * 4 / PASS  # MB a prompt
-    assert found['resident']['mb_per_1000_prompts'] == pytest.approx(1e3 * expected, rel=0.1)
-    assert found['resident']['growth_mb'] == pytest.approx(8 * PASS * expected, rel=0.1)
-    (fault,) = found['faults']
+    assert figures['resident']['mb_per_1000_prompts'] == pytest.approx(1e3 * expected, rel=0.1)
+    assert figures['resident']['growth_mb'] == pytest.approx(8 * PASS * expected, rel=0.1)
+    (fault,) = figures['faults']
     assert fault.startswith('resident memory grew by') and 'expected at most 16' in fault
 
 
@@ -127,40 +127,40 @@ def test_a_shape_that_is_new_for_each_prompt_is_caught(program):
         calls.append(total(np.ones(100 + len(calls))))
         return program(inputs, keys)
 
-    found = soak.figures(soaked(trimming, 3 * PASS), BOUND)
-    assert found['compilations_later'] == 2 * 4
-    (fault,) = (fault for fault in found['faults'] if 'compiled' in fault)
+    figures = soak.figures(soaked(trimming, 3 * PASS), BOUND)
+    assert figures['compilations_later'] == 2 * 4
+    (fault,) = (fault for fault in figures['faults'] if 'compiled' in fault)
     assert fault.startswith('8 programs were compiled behind the first pass')
 
 
-def test_it_stops_after_the_pass_in_which_it_is_told_to(program):
+def test_it_stops_after_the_pass_in_which_a_stop_is_requested(program):
     run = soaked(program, stop=lambda: True)
     assert [sample.prompts for sample in run.samples] == [0, PASS]
-    found = soak.figures(run, BOUND)
-    assert found['faults'] == [] and found['resident']['growth_mb'] == 0
+    figures = soak.figures(run, BOUND)
+    assert figures['faults'] == [] and figures['resident']['growth_mb'] == 0
 
 
 def sample(prompts, resident, device=None):
     return soak.Sample(prompts, 3, resident, device, 7)
 
 
-def test_the_slope_is_that_behind_the_first_quarter():
+def test_the_slope_is_that_after_the_first_quarter():
     samples = [sample(100 * n, 1000 - 900 / 2**n if n < 2 else 550 + n, 10 + 0.5 * n) for n in range(9)]
-    found = soak.figures(soak.Soaked(samples, None, 2, 1.0), max_growth_mb=2)
-    assert found['warm_up_prompts'] == 200
-    assert found['resident'] == pytest.approx(dict(max_mb=558, mb_per_1000_prompts=10, growth_mb=6))
-    assert found['device'] == pytest.approx(dict(max_mb=14, mb_per_1000_prompts=5, growth_mb=3))
-    assert [fault.split()[0] for fault in found['faults']] == ['resident', 'device']
-    text = soak.summary(found)
+    figures = soak.figures(soak.Soaked(samples, None, 2, 1.0), max_growth_mb=2)
+    assert figures['warm_up_prompts'] == 200
+    assert figures['resident'] == pytest.approx(dict(max_mb=558, mb_per_1000_prompts=10, growth_mb=6))
+    assert figures['device'] == pytest.approx(dict(max_mb=14, mb_per_1000_prompts=5, growth_mb=3))
+    assert [fault.split()[0] for fault in figures['faults']] == ['resident', 'device']
+    text = soak.summary(figures)
     assert '558 MB at most, +10.0 MB per 1,000 prompts' in text and text.count('FAILED') == 2
 
 
-def test_resident_memory_is_what_linux_says():
+def test_resident_memory_equals_the_figure_of_linux():
     status = dict(line.split(':') for line in Path('/proc/self/status').read_text().splitlines())
     assert soak.resident_bytes() == pytest.approx(1024 * int(status['VmRSS'].split()[0]), rel=0.01)
 
 
-def test_elsewhere_it_says_so(monkeypatch):
+def test_resident_memory_elsewhere_is_an_error_that_names_linux(monkeypatch):
     monkeypatch.setattr(soak, '_STATM', Path('/nowhere/statm'))
     with pytest.raises(OSError, match='expected Linux'):
         soak.resident_bytes()

@@ -104,7 +104,7 @@ def example(config: dict, seed: int, lengths=(20, 7, 1), decoder_length: int = 2
 def reference_log_probs(folder, source, mask, decoder_input) -> np.ndarray:
     """[B, T, V] float32 by transformers in float32.
 
-    A model built from a config has its head tied whatever the config says; only a file is loaded untied.
+    A model built from a config has its head tied for any value in the config; only a file is loaded untied.
     """
     import torch
     import transformers

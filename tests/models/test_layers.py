@@ -144,11 +144,11 @@ def test_attention_is_the_same_row_by_row_and_all_at_once(monkeypatch, batch, ro
     rng = np.random.default_rng(1)
     shapes = (batch, 2, rows, 4), (batch, 2, 4, 7), (batch, 2, 7, 4), (batch, 2, rows, 7)
     given = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-    found = []
+    outputs = []
     for row_by_row in False, True:
         monkeypatch.setattr(products, 'better_row_by_row', lambda _, answer=row_by_row: answer)
-        found.append(layer.attend(*given))
-    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+        outputs.append(layer.attend(*given))
+    np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-6)
     traced = str(jax.make_jaxpr(layer.attend)(*given))
     assert traced.count('dot_general') == (2 * rows if batch == 1 else 2) + 1
 

@@ -1,4 +1,4 @@
-"""One function loads every form of a model, laid out for decoding; what it does not know is one line."""
+"""One function loads every form of a model, laid out for decoding; an unknown form is an error of one line."""
 
 import json
 import pathlib

@@ -54,13 +54,13 @@ def log_probs(logits):
 
 def poison(cache):
     """Fills the filler's slot and every stale one with junk."""
-    own, slot = cache.own, jnp.arange(cache.own.num_slots)
-    stale = (slot == 0) | (slot > own.length[:, None])  # [B, L]
+    decoder_cache, slot = cache.own, jnp.arange(cache.own.num_slots)
+    stale = (slot == 0) | (slot > decoder_cache.length[:, None])  # [B, L]
     fill = lambda stale, array: jnp.where(stale, JUNK, array)  # noqa: E731
     return cache.replace(
-        own=own.replace(
-            keys=tuple(fill(stale[:, None, None, :], array) for array in own.keys),
-            values=tuple(fill(stale[:, None, :, None], array) for array in own.values),
+        own=decoder_cache.replace(
+            keys=tuple(fill(stale[:, None, None, :], array) for array in decoder_cache.keys),
+            values=tuple(fill(stale[:, None, :, None], array) for array in decoder_cache.values),
         )
     )
 

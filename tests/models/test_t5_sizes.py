@@ -52,7 +52,7 @@ def test_the_size_of_a_configuration():
 
 
 @pytest.mark.parametrize('name', ['./target', 't5', 't5-v1_1-11b', 'bert-large', 't5-smallish'])
-def test_a_name_that_tells_no_size_is_refused(name):
+def test_a_name_without_a_size_is_refused(name):
     with pytest.raises(ValueError, match='expected a folder with config.json, or a name that tells a size'):
         t5_sizes.sized(name)
 

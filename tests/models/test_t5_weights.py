@@ -153,7 +153,7 @@ def test_harmless_tensors_are_passed_over(folder):
     assert_equal_models(load_t5(folder), expected)
 
 
-def test_defaults_of_a_silent_config(folder):
+def test_defaults_of_a_config_without_these_keys(folder):
     edit_config(
         folder, num_layers=2, num_decoder_layers=..., eos_token_id=[1], relative_attention_max_distance=...
     )

@@ -42,7 +42,7 @@ def test_parameters_equal_those_of_the_hugging_face_form(tmp_path, family, num_h
     write_t5x(tmp_path / 't5x', load_file(GOLDEN / family / 'model.safetensors'), num_heads)
     model = load_t5(tmp_path / 't5x')
     assert_equal_params(model.params, expected.params)
-    # Nothing in T5X's files tells the greatest distance; all public T5s have 128.
+    # T5X's files do not contain the greatest distance; all public T5s have 128.
     assert model.config == dataclasses.replace(expected.config, max_distance=128)
 
 

@@ -39,10 +39,10 @@ def test_handlers_are_as_before_when_nothing_came():
 
 @pytest.mark.parametrize(('args', 'refused'), [(['--coordinator=10.0.0.1:8476'], True), ([], False)])
 def test_the_profiler_is_for_a_process_that_is_alone(args, refused, monkeypatch, tmp_path):
-    own = flags.FlagValues()
-    flags.DEFINE_string('coordinator', None, '', flag_values=own)
-    own(['script', *args])
-    monkeypatch.setattr(cli.flags, 'FLAGS', own)
+    flag_values = flags.FlagValues()
+    flags.DEFINE_string('coordinator', None, '', flag_values=flag_values)
+    flag_values(['script', *args])
+    monkeypatch.setattr(cli.flags, 'FLAGS', flag_values)
     monkeypatch.setattr(cli, '_PROFILE', SimpleNamespace(value=tmp_path / 'trace'))
     if refused:
         with pytest.raises(ValueError, match='profile: expected a process that is alone'):

@@ -1,4 +1,4 @@
-"""Finished rows survive a stop at any byte; another run's are never taken for one's own."""
+"""Finished rows survive a stop at any byte; another run's are never used."""
 
 import pytest
 

@@ -92,11 +92,11 @@ def on_one_device(sampling):
 
 
 def assert_as_on_one_device(sampling, batch_size, data, model):
-    expected, found = on_one_device(sampling), decoded(sampling, batch_size, data, model)
-    for ours, theirs in zip(expected.ids, found.ids, strict=True):
+    expected, result = on_one_device(sampling), decoded(sampling, batch_size, data, model)
+    for ours, theirs in zip(expected.ids, result.ids, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     for name in ('rounds', 'tested_at', 'accepted', 'histogram', 'emitted'):
-        np.testing.assert_array_equal(getattr(expected.stats, name), getattr(found.stats, name))
+        np.testing.assert_array_equal(getattr(expected.stats, name), getattr(result.stats, name))
 
 
 @pytest.mark.parametrize('sampling', [GREEDY, NUCLEUS])
@@ -202,16 +202,16 @@ def test_weights_lie_by_head_by_feed_forward_column_and_by_piece(tmp_path):
     sharding.use_mesh(data=2, model=4)
     loaded = load_t5(tmp_path, place=sharding.placer(PARTITION_RULES))
     for model in loaded, sharding.shard(loaded.for_decoding()):
-        found = specs(model)
-        assert found['embedding',] == P('model') and found['decoder_norm', 'scale'] == P()
-        assert found['encoder', 0, 'attention', 'query'] == P(None, 'model')
-        assert found['decoder', 0, 'self_attention', 'out'] == P('model')
-        assert found['decoder', 0, 'mlp', 'down'] == P('model')
+        partition = specs(model)
+        assert partition['embedding',] == P('model') and partition['decoder_norm', 'scale'] == P()
+        assert partition['encoder', 0, 'attention', 'query'] == P(None, 'model')
+        assert partition['decoder', 0, 'self_attention', 'out'] == P('model')
+        assert partition['decoder', 0, 'mlp', 'down'] == P('model')
         for path, leaf in nnx.to_flat_state(model.params):
             (part,) = {shard.data.nbytes for shard in leaf.addressable_shards}
             whole = path[-1] in ('scale', 'table')
             assert part == leaf.nbytes // (1 if whole else 4), path
-    assert found['head',] == P(None, 'model')
+    assert partition['head',] == P(None, 'model')
     expected = nnx.to_flat_state(load_t5(tmp_path).for_decoding().params)
     for (path, ours), (_, theirs) in zip(expected, nnx.to_flat_state(model.params), strict=True):
         np.testing.assert_array_equal(ours[...], theirs[...], str(path))
@@ -229,23 +229,27 @@ def parts(model) -> set[int]:
 
 def collectives(text: str) -> dict[str, int]:
     """Numbers in the largest result of each kind of exchange between devices in a compiled loop."""
-    found = {}
+    largest = {}
     for line in text.splitlines():
         made = re.search(r'= (\(?\w+\[.*?) (all-\w+|collective-permute|reduce-scatter)[\w-]*\(', line)
         if made and '/prefill/' not in line:
             sizes = [math.prod(map(int, dims.split(','))) for dims in re.findall(r'\[(\d[\d,]*)\]', made[1])]
-            found[made[2]] = max([found.get(made[2], 0), *sizes])
-    return found
+            largest[made[2]] = max([largest.get(made[2], 0), *sizes])
+    return largest
 
 
 def test_a_head_count_that_does_not_divide_leaves_attention_whole(capfd):
     sharding.use_mesh(data=1, model=8)
     config = dataclasses.replace(CONFIG, num_heads=6, vocab_size=61)
     model = sharding.shard(jax.jit(functools.partial(T5.create, config))(jax.random.key(0)))
-    found = specs(model)
-    assert found['decoder', 0, 'self_attention', 'query'] == found['encoder', 0, 'attention', 'out'] == P()
-    assert found['decoder', 0, 'mlp', 'up'] == P(None, 'model')
-    assert found['embedding',] == P(None, 'model')  # 61 pieces do not divide, 48 columns do
+    partition = specs(model)
+    assert (
+        partition['decoder', 0, 'self_attention', 'query']
+        == partition['encoder', 0, 'attention', 'out']
+        == P()
+    )
+    assert partition['decoder', 0, 'mlp', 'up'] == P(None, 'model')
+    assert partition['embedding',] == P(None, 'model')  # 61 pieces do not divide, 48 columns do
     assert sorted(capfd.readouterr().err.splitlines()) == [
         f'WARNING: mesh.model = 8 does not divide 6: {block} stands whole on every device'
         for block in ('decoder.cross_attention', 'decoder.self_attention', 'encoder.attention')

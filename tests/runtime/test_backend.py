@@ -107,14 +107,14 @@ def example():
 
 def loop_copies(text: str) -> list[str]:
     """Shapes of the large arrays that are copied, or transposed, within a loop of the compiled program."""
-    found, where = [], ''
+    shapes, where = [], ''
     for line in text.splitlines():
         if match := re.match(r'(?:ENTRY )?%?([\w.\-]+) .*\{$', line):
             where = match[1]
         made = re.match(r'\s+(?:ROOT )?%[\w.\-]+ = \w+\[([\d,]+)\]\S* (?:copy|transpose)\(', line)
         if made and 'region' in where and math.prod(map(int, made[1].split(','))) >= 96 * 96:
-            found.append(made[1])
-    return found
+            shapes.append(made[1])
+    return shapes
 
 
 @on_cpu
@@ -130,14 +130,14 @@ def test_no_cache_and_no_weight_is_copied_in_the_loop(example, gamma):
 
 def products(text: str) -> dict[str, int]:
     """How many products each computation of the compiled program has, those that it calls left out."""
-    found, where = {}, ''
+    counts, where = {}, ''
     for line in text.splitlines():
         if match := re.match(r'(?:ENTRY )?%?([\w.\-]+) .*\{$', line):
             where = match[1]
-            found[where] = 0
+            counts[where] = 0
         elif ' dot(' in line:
-            found[where] += 1
-    return found
+            counts[where] += 1
+    return counts
 
 
 @on_cpu

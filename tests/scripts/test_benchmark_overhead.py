@@ -115,13 +115,13 @@ def test_conclusions(points, never_right, break_even, at_gaining):
     real = dict(right=None, alpha=0.01, speedup=7.0, thrifty=False)  # no oracle: not looked at
     expected = dict(never_right=never_right, break_even_alpha=break_even, speedup_at_gaining_alpha=at_gaining)
     always = {f'{name}_always_guessing': one for name, one in expected.items()}
-    found = overhead.conclusions([real, *rows(*points)])
-    assert found == pytest.approx(expected | always)
-    said = overhead.sentences(found, 3)[1]
-    assert said.count('at no alpha' if break_even is None else f'from alpha = {break_even:.2f} on') == 2
+    conclusions = overhead.conclusions([real, *rows(*points)])
+    assert conclusions == pytest.approx(expected | always)
+    sentence = overhead.sentences(conclusions, 3)[1]
+    assert sentence.count('at no alpha' if break_even is None else f'from alpha = {break_even:.2f} on') == 2
 
     thrifty = rows((1, 2.0), (0, 0.96), (0.1, 0.98), (0.2, 1.02), thrifty=True)
-    found = overhead.conclusions([*rows(*points), real, *thrifty])
+    conclusions = overhead.conclusions([*rows(*points), real, *thrifty])
     shipped = dict(never_right=1 / 0.96, break_even_alpha=0.15, speedup_at_gaining_alpha=1.02)
-    assert found == pytest.approx(shipped | always)
-    assert 'from alpha = 0.15 on (the aim: from 0.2)' in overhead.sentences(found, 3)[1]
+    assert conclusions == pytest.approx(shipped | always)
+    assert 'from alpha = 0.15 on (the aim: from 0.2)' in overhead.sentences(conclusions, 3)[1]

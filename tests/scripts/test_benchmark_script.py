@@ -72,8 +72,8 @@ def test_a_sweep(swept, world):
     )
     assert all((folder / name).read_bytes().startswith(b'\x89PNG') for name in pictures)
     text = (folder / 'report.md').read_text()
-    for said in (report['measured_on']['weights'], *report['conclusions']):
-        assert said in text and said in out
+    for statement in (report['measured_on']['weights'], *report['conclusions']):
+        assert statement in text and statement in out
     assert 'On this machine speculation pays' in out and str(world / 'target') in out
     assert "As the paper's Table 2" in text and '0.75 / 0.8 / 0.82' in text
 

@@ -24,7 +24,7 @@ from spec_jax.models.t5_weights import load_t5, open_t5  # noqa: E402
 
 GOLDEN = tiny.ROOT / 'tests' / 'models' / 'golden'
 WEIGHTS = 'model.safetensors'
-# After a failure Orbax leaves coroutines and threads behind, which die with a cry at some later moment.
+# After a failure Orbax leaves coroutines and threads running, which raise warnings when they end later.
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 
 

@@ -60,11 +60,11 @@ def run_together(world, workdir, *extra, number=2, devices=1, timeout=900):
         for index in range(number)
     ]
     try:
-        said = [process.communicate(timeout=timeout) for process in processes]
+        outputs = [process.communicate(timeout=timeout) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
+    return [(process.returncode, *texts) for process, texts in zip(processes, outputs, strict=True)]
 
 
 def without_timings(workdir):
@@ -85,11 +85,11 @@ def alone(world):
 def assert_as_alone(alone, workdir):
     figures, text = alone
     assert (workdir / 'output.txt').read_text() == text
-    found = without_timings(workdir)
-    assert found.pop('alpha') == pytest.approx(
+    together = without_timings(workdir)
+    assert together.pop('alpha') == pytest.approx(
         figures['alpha'], abs=1e-5
     )  # sums are added up in another order
-    assert found == {name: value for name, value in figures.items() if name != 'alpha'}
+    assert together == {name: value for name, value in figures.items() if name != 'alpha'}
     assert sorted(path.name for path in workdir.iterdir()) == ['output.txt', 'report.json']
 
 
@@ -102,7 +102,7 @@ def test_two_processes_of_two_devices_write_what_one_does(world, alone):
     assert first[0] == second[0] == 0, first[2] + second[2]
     assert_as_alone(alone, world / 'two')
     assert f'all {len(LINES)} lines' in first[1] and 'batch/s' in first[2]
-    assert 'lines' not in second[1] and 'batch/s' not in second[2]  # but for what Gloo says of its own accord
+    assert 'lines' not in second[1] and 'batch/s' not in second[2]  # except Gloo's own messages
     assert json.loads((world / 'two' / 'report.json').read_text())['device'] == 'cpu: cpu x 4'
 
 
@@ -110,8 +110,8 @@ def test_two_processes_of_two_devices_write_what_one_does(world, alone):
 def test_weights_over_processes_and_a_run_that_was_stopped(world, alone):
     """A line of the journal, which the first process reads, is believed by both and not decoded again."""
     workdir = world / 'resumed'
-    how = '--config.mesh.model=2', '--config.batch_size=1'
-    for code, _, err in run_together(world, workdir, *how):
+    flags = '--config.mesh.model=2', '--config.batch_size=1'
+    for code, _, err in run_together(world, workdir, *flags):
         assert code == 0, err
     assert_as_alone(alone, workdir)
 
@@ -123,7 +123,7 @@ def test_weights_over_processes_and_a_run_that_was_stopped(world, alone):
     )
     run = dict(config=config, sources=setup.checksum(job.sources), counts=runs.STATS)
     Journal.open(workdir / 'unfinished.jsonl', run).add([1], [dict(ids=[3, 4, 5], **counts)])
-    first, second = run_together(world, workdir, *how)
+    first, second = run_together(world, workdir, *flags)
     assert first[0] == second[0] == 0, first[2] + second[2]
     assert '1 lines were decoded before; going on' in first[1]
     lines, expected = (workdir / 'output.txt').read_text().splitlines(), alone[1].splitlines()
@@ -134,8 +134,8 @@ def test_weights_over_processes_and_a_run_that_was_stopped(world, alone):
 @pytest.mark.parametrize('extra', [['--config.gamma=auto'], ['--config.compare=True', '--config.repeats=1']])
 def test_what_is_timed_leads_all_processes_the_same_way(world, extra):
     workdir = world / f'timed{len(extra)}'
-    how = '--config.mesh.data=2', '--config.temperature=0.0', *extra
-    for code, _, err in run_together(world, workdir, *how):
+    flags = '--config.mesh.data=2', '--config.temperature=0.0', *extra
+    for code, _, err in run_together(world, workdir, *flags):
         assert code == 0, err
     report = json.loads((workdir / 'report.json').read_text())
     assert report['lines'] == len(LINES) and report['greedy_match'] in (None, 1.0)

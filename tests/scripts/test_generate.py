@@ -88,7 +88,7 @@ def test_bad_input_gets_one_line_and_leaves_nothing(run, world):
     assert_refused(run, world, BAD)
 
 
-def test_a_gamma_of_auto_is_measured_and_told(run, world):
+def test_a_gamma_of_auto_is_measured_and_reported(run, world):
     folder = world / 'auto'
     ((code, out, err),) = run([f'--workdir={folder}', '--config.gamma=auto', '--config.compare=True'])
     assert code == 0, err

@@ -59,24 +59,24 @@ def report_of(folder):
 
 
 def test_every_draft_gets_a_row_at_every_temperature(run, world):
-    own, same = f'{world}/own.py:build', f'model={world}/target'
+    custom, same = f'{world}/own.py:build', f'model={world}/target'
     folder = world / 'whole'
-    ((code, out, err),) = run(['--workdir={w}/whole', f'--config.alpha.drafts=model,{same},{own}'])
+    ((code, out, err),) = run(['--workdir={w}/whole', f'--config.alpha.drafts=model,{same},{custom}'])
     assert code == 0, err
     report, rows = report_of(folder)
     assert list(report)[: len(KEYS)] == list(KEYS)
-    assert list(rows) == [(draft, T) for T in (0, 1) for draft in ('model', same, own)]
+    assert list(rows) == [(draft, T) for T in (0, 1) for draft in ('model', same, custom)]
     for T in (0, 1):
         assert rows[same, T]['alpha'] == pytest.approx(1, abs=1e-5)
         assert rows[same, T]['expected_tokens'] == pytest.approx({'3': 4, '5': 6, '7': 8}, abs=1e-3)
         assert 0 <= rows['model', T]['alpha'] < 1
-        assert len({rows[draft, T]['tokens'] for draft in ('model', same, own)}) == 1
-        assert rows[own, T]['texts'] == 6 and 0.4 < rows[own, T]['coverage'] < 0.7
-        assert rows[own, T]['low'] <= rows[own, T]['alpha'] <= rows[own, T]['high']
-        assert rows[own, T]['alpha'] < rows[own, T]['coverage']
-    assert report['tokens'] == rows[own, 0]['tokens'] + rows[own, 1]['tokens']
+        assert len({rows[draft, T]['tokens'] for draft in ('model', same, custom)}) == 1
+        assert rows[custom, T]['texts'] == 6 and 0.4 < rows[custom, T]['coverage'] < 0.7
+        assert rows[custom, T]['low'] <= rows[custom, T]['alpha'] <= rows[custom, T]['high']
+        assert rows[custom, T]['alpha'] < rows[custom, T]['coverage']
+    assert report['tokens'] == rows[custom, 0]['tokens'] + rows[custom, 1]['tokens']
     lossy = report['LOSSY_lenience']
-    assert [(row['draft'], row['temperature']) for row in lossy] == [(d, 1) for d in ('model', same, own)]
+    assert [(row['draft'], row['temperature']) for row in lossy] == [(d, 1) for d in ('model', same, custom)]
     alphas = list(lossy[0]['lenience'].values())
     assert alphas == sorted(alphas) and alphas[0] == rows['model', 1]['alpha'] < alphas[-1]
 
@@ -84,7 +84,7 @@ def test_every_draft_gets_a_row_at_every_temperature(run, world):
     assert 'LOSSY' in out and '## LOSSY: lenience' in text and 'l = 0.5 LOSSY' in text
     assert str(world / 'target') in text and 'lines.txt, 7 lines' in text and 'small .75, base .80' in text
     assert f'{rows["model", 1]["alpha"]:.3f}' in text and f'{rows["model", 1]["alpha"]:.3f}' in out
-    assert f'{rows[own, 0]["tokens"]} in 6 texts at T = 0' in text and 'float32' in text
+    assert f'{rows[custom, 0]["tokens"]} in 6 texts at T = 0' in text and 'float32' in text
     assert (folder / 'alpha.png').read_bytes().startswith(b'\x89PNG')
     assert sorted(path.name for path in folder.iterdir()) == ['alpha.png', 'report.json', 'report.md']
 
@@ -134,7 +134,7 @@ BAD = {
     'tokens': (['--config.alpha.tokens=-1'], 'alpha.tokens: expected an integer >= 0, got -1'),
     'batch size': (['--config.alpha.batch_size=0'], 'alpha.batch_size: expected an integer >= 1, got 0'),
     'lenience': (['--config.lenience=0.5'], 'lenience: expected 1, got 0.5'),
-    'nothing to say': (['--config.data.path={w}/blank.txt'], 'expected a line with text in it'),
+    'no text': (['--config.data.path={w}/blank.txt'], 'expected a line with text in it'),
     'missing input': (['--config.data.path={w}/none.txt'], 'none.txt'),
     'missing target': (['--config.target={w}/none'], 'no'),
 }

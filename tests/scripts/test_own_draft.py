@@ -39,8 +39,12 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize('script', SMALL)
 def test_a_script_takes_it(script, folder):
     kind = '{w}/my_draft.py:copy_source'
-    how = f'--config.alpha.drafts={kind}' if script == 'measure_alpha.py' else f'--config.draft.kind={kind}'
-    run = runner(script, folder, *PAIR, '--config.max_new_tokens=6', '--config.gamma=2', how, *SMALL[script])
+    draft_flag = (
+        f'--config.alpha.drafts={kind}' if script == 'measure_alpha.py' else f'--config.draft.kind={kind}'
+    )
+    run = runner(
+        script, folder, *PAIR, '--config.max_new_tokens=6', '--config.gamma=2', draft_flag, *SMALL[script]
+    )
     ((code, out, err),) = run([f'--workdir={folder / script}'])
     assert code == 0, out + err
     report = json.loads((folder / script / 'report.json').read_text())

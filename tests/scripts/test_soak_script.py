@@ -79,9 +79,9 @@ def test_a_sound_run_leaves_figures_and_a_plot(done, world):
     report = json.loads((world / 'first' / 'report.json').read_text())
     assert list(report)[: len(KEYS)] == list(KEYS)
     assert report['tokens'] > 0 and report['tokens_per_s'] > 0
-    found = report['soak']
-    assert found['prompts'] == 24 and len(found['samples']) == 7 and found['faults'] == []
-    assert found['compilations_first_pass'] > 0 and found['compilations_later'] == 0
+    figures = report['soak']
+    assert figures['prompts'] == 24 and len(figures['samples']) == 7 and figures['faults'] == []
+    assert figures['compilations_first_pass'] > 0 and figures['compilations_later'] == 0
     assert 'bounded: each shape once, memory flat' in out
     assert sorted(path.name for path in (world / 'first').iterdir()) == ['report.json', 'soak.png']
     assert (world / 'first' / 'soak.png').read_bytes().startswith(b'\x89PNG')

@@ -4,7 +4,7 @@ from tiny import ROOT, run_forked
 
 
 def assert_mistakes(script, workdir, command_lines):
-    """Each command line, by what it should say, ends in that one line on stderr and leaves nothing behind."""
+    """Each command line ends in its expected line on stderr and leaves no files."""
     lines = [[f'--workdir={workdir}', *arguments] for arguments in command_lines.values()]
     results = run_forked(ROOT / f'scripts/{script}.py', lines, workdir)
     for message, (code, out, err) in zip(command_lines, results, strict=True):

@@ -1,4 +1,4 @@
-"""scripts/verify.py on a tiny pair: it passes what is exact, and each planted fault fails the row meant for it."""
+"""scripts/verify.py on a tiny pair: what is exact passes, and each planted fault fails its row."""
 
 import json
 import re
@@ -47,7 +47,7 @@ from spec_jax import Draft, DraftShape
 
 @flax.struct.dataclass
 class Fixed:
-    """Proposes one token, whatever the text says; `outside` makes it none of the vocabulary."""
+    """Proposes one token for any text; with `outside` one that is not in the vocabulary."""
     token: jax.Array
 
     def shape(self, gamma):
@@ -124,8 +124,8 @@ def test_what_is_exact_passes(run, world):
     assert len(checks) == 12 and all(check['passed'] and check['finds'] for check in checks)
     assert report_of(world / 'model')['greedy_match'] == 1
     assert 'the loop was not run' in results[2][1] and len(report_of(world / 'none')['checks']) == 4
-    own = {check['tested']: check for check in report_of(world / 'own')['checks']}
-    assert own['draft tokens against the q that the draft reports']['passed'] is None
+    by_subject = {check['tested']: check for check in report_of(world / 'own')['checks']}
+    assert by_subject['draft tokens against the q that the draft reports']['passed'] is None
 
 
 def test_each_planted_fault_has_a_row():
@@ -136,7 +136,7 @@ def test_each_planted_fault_has_a_row():
 @pytest.mark.parametrize(
     'names', [AT_ONCE, pytest.param([name for name in CAUGHT if name not in AT_ONCE], marks=pytest.mark.slow)]
 )
-def test_each_planted_fault_is_caught_by_the_row_meant_for_it(names, run, world):
+def test_each_planted_fault_is_caught_by_its_row(names, run, world):
     for name in names:
         extra, row = CAUGHT[name]
         line = [f'--workdir={world / name}', f'--fault={name}', *extra]

@@ -75,7 +75,7 @@ def run_forked(
     server = _server(home.parent)
     print(json.dumps([str(script), command_lines, optimised]), file=server.stdin, flush=True)
     answer = server.stdout.readline()
-    assert answer, 'forked.py has ended; its stderr says why'
+    assert answer, 'forked.py has ended; its stderr has the reason'
     return json.loads(answer)
 
 
@@ -110,15 +110,15 @@ def runner(script: str | pathlib.Path, world: pathlib.Path, *shared: str) -> Cal
     `shared` come before the arguments of each; `{w}` in any of them stands for `world`.
     """
 
-    def run(*command_lines, **how):
+    def run(*command_lines, **options):
         lines = [[one.format(w=world) for one in [*shared, *extra]] for extra in command_lines]
-        return run_forked(ROOT / 'scripts' / script, lines, world, **how)
+        return run_forked(ROOT / 'scripts' / script, lines, world, **options)
 
     return run
 
 
 def assert_refused(run: Callable, world: pathlib.Path, bad: dict[str, tuple[list[str], str]]) -> None:
-    """Each of `bad`, arguments and what is to be said of them, ends in that one line and leaves nothing behind."""
+    """Each of `bad`, arguments and the expected error, ends in that one line and leaves no files."""
     lines = [[f'--workdir={{w}}/bad{n}', *arguments] for n, (arguments, _) in enumerate(bad.values())]
     for n, ((name, (_, message)), (code, _, err)) in enumerate(zip(bad.items(), run(*lines), strict=True)):
         shown = [line for line in err.splitlines() if line.strip() and not PROGRESS.search(line)]

@@ -90,9 +90,9 @@ def test_what_cannot_be_fetched_is_one_short_line(monkeypatch, error):
     monkeypatch.setitem(
         sys.modules, 'datasets', SimpleNamespace(__version__='4.0.0', load_dataset=load_dataset)
     )
-    with pytest.raises(OSError, match='hf:a/b:c: expected a data set that can be fetched; got ') as found:
+    with pytest.raises(OSError, match='hf:a/b:c: expected a data set that can be fetched; got ') as caught:
         hub_data.read_dataset('hf:a/b:c')
-    text = str(found.value)
+    text = str(caught.value)
     assert type(error).__name__ in text and '\n' not in text and len(text) < 450
 
 
@@ -132,6 +132,6 @@ def test_what_save_to_disk_left(datasets, tmp_path):
 def test_a_split_or_a_file_that_is_none(datasets, tmp_path):
     (tmp_path / 'test.jsonl').write_text('{"source": "a"}\n')
     assert hub_data.read_dataset(f'hf:{tmp_path}:test') == [Example('a')]
-    with pytest.raises(OSError, match=':tset: expected a data set that can be fetched; got ') as found:
+    with pytest.raises(OSError, match=':tset: expected a data set that can be fetched; got ') as caught:
         hub_data.read_dataset(f'hf:{tmp_path}:tset')
-    assert '\n' not in str(found.value)
+    assert '\n' not in str(caught.value)

@@ -27,6 +27,6 @@ def test_rouge():
     metrics.check('rouge')
     examples = [Example('a', 'the cat sat down'), Example('b', 'x y'), Example('c', None)]
     # One line in full; the other with one word of two (F = .5 for single words, 0 for pairs).
-    found = metrics.quality('rouge', ['the cat sat down', 'y z', 'w'], examples)
-    assert found == pytest.approx(dict(rouge1=75, rouge2=50, rougeL=75))
+    scores = metrics.quality('rouge', ['the cat sat down', 'y z', 'w'], examples)
+    assert scores == pytest.approx(dict(rouge1=75, rouge2=50, rougeL=75))
     assert metrics.quality('rouge', ['w'], examples[2:]) == {}

@@ -1,4 +1,4 @@
-"""What a pair needs is what its arrays take, and the table says who has room."""
+"""What a pair needs is what its arrays take, and the table shows which chips have room."""
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,13 @@ def test_the_need_is_what_the_arrays_of_a_pair_take():
     inputs = Inputs(jnp.ones((2, 12), jnp.int32), jnp.ones((2, 12), bool))
     keys, sizes = row_keys(jax.random.key(0), range(2)), dict(gamma=3, max_new_tokens=9)
     state = start(target, ModelDrafter(draft), inputs, keys, config=DecodeConfig(**sizes))
-    found = memory.need(
+    need = memory.need(
         T5Shape(TARGET), T5Shape(DRAFT), **sizes, source_length=12, batch_size=2, dtype='float32'
     )
-    assert found.weights == num_bytes((target, draft))
-    assert found.caches == num_bytes((state.target_cache, state.draft_state))
+    assert need.weights == num_bytes((target, draft))
+    assert need.caches == num_bytes((state.target_cache, state.draft_state))
     half = memory.need(T5Shape(TARGET), T5Shape(DRAFT), **sizes, source_length=12, batch_size=2)
-    assert 2 * half.weights == found.weights and found.caches / 2 <= half.caches < 0.6 * found.caches
+    assert 2 * half.weights == need.weights and need.caches / 2 <= half.caches < 0.6 * need.caches
 
 
 def test_a_fifth_is_left_over():
@@ -44,11 +44,13 @@ def test_a_fifth_is_left_over():
     assert not memory.Need(7 * GIB, 1 * GIB + 1).fits(10 * GIB)
 
 
-def test_the_table_says_which_chip_holds_t5():
+def test_the_table_shows_which_chip_holds_t5():
     """By hand: XL has 2.85 billion parameters, XXL 11.1; two bytes each, and the draft's .15 GB."""
-    how = dict(gamma=7, max_new_tokens=128, source_length=512)
+    options = dict(gamma=7, max_new_tokens=128, source_length=512)
     draft = describe('google/t5-v1_1-small')
-    needs = {size: memory.need(describe(f'google/t5-v1_1-{size}'), draft, **how) for size in ('xl', 'xxl')}
+    needs = {
+        size: memory.need(describe(f'google/t5-v1_1-{size}'), draft, **options) for size in ('xl', 'xxl')
+    }
     assert needs['xl'].weights / 2 == pytest.approx(2.85e9 + 0.077e9, rel=0.01)
     assert needs['xxl'].weights / 2 == pytest.approx(11.135e9 + 0.077e9, rel=0.01)
     head, _, xl, xxl = memory.table(needs).splitlines()

@@ -1,4 +1,4 @@
-"""Figures derived from what the compiler says, with a compiler whose words are known."""
+"""Figures derived from the compiler's analysis, with a stand-in whose output is known."""
 
 import pytest
 
@@ -25,23 +25,23 @@ SAID = dict(
 
 
 @pytest.fixture
-def said(monkeypatch):
-    """What the compiler says, to be changed by a test."""
+def compiled(monkeypatch):
+    """The compiler's analysis, to be changed by a test."""
     words = {name: dict(part, compile_seconds=1.0) for name, part in SAID.items()}
     monkeypatch.setattr(programs, 'compile_apart', lambda setup, name, limit: words[name])
     return words
 
 
-def test_ratios(said):
-    found = report.figures(SETUP, 60)
-    assert found['c'] == pytest.approx(0.018) and found['c_in_loop'] == pytest.approx(0.02)
-    assert found['cost_of_rows'] == pytest.approx(1.02)
-    assert found['outside'] == pytest.approx(0.2 / 12)
+def test_ratios(compiled):
+    figures = report.figures(SETUP, 60)
+    assert figures['c'] == pytest.approx(0.018) and figures['c_in_loop'] == pytest.approx(0.02)
+    assert figures['cost_of_rows'] == pytest.approx(1.02)
+    assert figures['outside'] == pytest.approx(0.2 / 12)
     floor = programs.read_bytes(SETUP.target, 'bfloat16', 265, 512) / 1.2e12 * 1e3
-    assert found['call_over_floor'] == pytest.approx(10.2 / floor)
+    assert figures['call_over_floor'] == pytest.approx(10.2 / floor)
 
 
-def test_predictions_at_the_papers_alpha(said):
+def test_predictions_at_the_papers_alpha(compiled):
     """English to German, small, T = 0: alpha .75, gamma 7: 3.5995 tokens a call."""
     first = report.figures(SETUP, 60)['predicted'][0]
     assert (first['task'], first['draft'], first['gamma'], first['alpha']) == ('EnDe', 'small', 7, 0.75)
@@ -51,19 +51,19 @@ def test_predictions_at_the_papers_alpha(said):
     assert len(report.figures(SETUP, 60)['predicted']) == 4  # two tasks, two temperatures
 
 
-def test_parts_of_the_memory_sum_to_what_was_compiled(said):
+def test_parts_of_the_memory_sum_to_what_was_compiled(compiled):
     hbm = report.figures(SETUP, 60)['hbm']
     parts = ('target_weights', 'draft_weights', 'target_caches', 'draft_caches', 'temporaries')
     assert sum(hbm[part] for part in parts) == hbm['total'] == 23 * 10**9 + 10**6 + 5 * 10**8
     assert hbm['fits'] and hbm['capacity'] == 32 * 2**30
 
 
-def test_a_program_that_does_not_fit_or_compile_is_said_to(said):
-    said['loop']['memory'] = dict(MEMORY, arguments=40 * 10**9)
+def test_a_program_that_does_not_fit_or_compile_is_reported(compiled):
+    compiled['loop']['memory'] = dict(MEMORY, arguments=40 * 10**9)
     text = report.table([report.figures(SETUP, 60)])
     assert '| NO' in text and '| 0.018' in text
-    said['loop'] = dict(error='the compiler was given up after 60 s')
-    found = report.figures(SETUP, 60)
-    assert 'c' not in found and 'v4, loop: the compiler was given up after 60 s' in report.table([found])
-    assert report.LABEL in report.markdown([found], 'title')
-    assert len(report.plot([found]).axes) == 2
+    compiled['loop'] = dict(error='the compiler was given up after 60 s')
+    figures = report.figures(SETUP, 60)
+    assert 'c' not in figures and 'v4, loop: the compiler was given up after 60 s' in report.table([figures])
+    assert report.LABEL in report.markdown([figures], 'title')
+    assert len(report.plot([figures]).axes) == 2

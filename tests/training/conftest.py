@@ -42,7 +42,7 @@ def config(tokenizer_folder, pairs_file) -> ConfigDict:
 
 @pytest.fixture(scope='session')
 def finished(tmp_path_factory, tokenizer_folder, pairs_file) -> pathlib.Path:
-    """The workdir of a run that nobody stopped."""
+    """The workdir of an uninterrupted run."""
     workdir = tmp_path_factory.mktemp('finished') / 'workdir'
     config = make_config(tokenizer_folder, pairs_file)
     assert loop.train_model(config, workdir) == config.steps

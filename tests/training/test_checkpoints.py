@@ -7,7 +7,7 @@ import pytest
 
 from spec_jax.training import checkpoints
 
-# After a failure Orbax leaves coroutines and threads behind, which die with a cry at some later moment.
+# After a failure Orbax leaves coroutines and threads running, which raise warnings when they end later.
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 
 
@@ -20,12 +20,12 @@ def make_state(seed=0):
     }
 
 
-def assert_state(found, seed):
+def assert_state(state, seed):
     expected = make_state(seed)
-    assert found.keys() == expected.keys()
+    assert state.keys() == expected.keys()
     for name in expected:
-        assert found[name].dtype == expected[name].dtype
-        np.testing.assert_array_equal(found[name], expected[name])
+        assert state[name].dtype == expected[name].dtype
+        np.testing.assert_array_equal(state[name], expected[name])
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ def test_a_run_leaves_counts_that_load_and_a_report(tmp_path, tokenizer_folder, 
     report = train_ngram(recipe(tokenizer_folder, pairs_file, pairs_file), tmp_path)
     assert json.loads((tmp_path / 'report.json').read_text())['orders'] == report['orders']
     assert (report['texts'], report['tokens']) == (8, 40)
-    # Eight capitals and EOS; eight capitals and the start token have a successor; each text has two own places.
+    # Eight capitals and EOS; eight capitals and the start token have a successor; each text has two places.
     assert [row['contexts'] for row in report['orders']][:2] == [1, 9]
     scores = [row['cross_entropy'][str(pairs_file)] for row in report['orders']]
     assert scores[0] > scores[1] > scores[2] > 0

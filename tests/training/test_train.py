@@ -18,7 +18,7 @@ from spec_jax.types import Inputs
 
 
 class StopAfter:
-    """Asked once a step and once a batch of a validation, says stop from the n-th time on."""
+    """Called once a step and once a validation batch; True (stop) from the n-th call on."""
 
     def __init__(self, times):
         self.times = times
@@ -43,8 +43,8 @@ def final_state(config, workdir):
 
 def test_the_schedule_warms_up_stays_and_decays():
     schedule = train.learning_rate(peak=2.0, steps=100, warmup=10, decay_fraction=0.2)
-    found = [float(schedule(step)) for step in (0, 5, 10, 50, 80, 90, 100, 110)]
-    np.testing.assert_allclose(found, [0.0, 1.0, 2.0, 2.0, 2.0, 1.0, 0.0, 0.0], atol=1e-6)
+    rates = [float(schedule(step)) for step in (0, 5, 10, 50, 80, 90, 100, 110)]
+    np.testing.assert_allclose(rates, [0.0, 1.0, 2.0, 2.0, 2.0, 1.0, 0.0, 0.0], atol=1e-6)
 
 
 def test_cross_entropy_of_known_distributions():
@@ -184,7 +184,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(finished, config, tmp_path, stop
     np.testing.assert_allclose(*means, atol=1e-3)
 
 
-def test_what_a_killed_run_wrote_behind_its_checkpoint_is_forgotten(tmp_path):
+def test_what_a_killed_run_wrote_after_its_checkpoint_is_discarded(tmp_path):
     path = tmp_path / 'report.json'
     history = History.open(path, 0)
     history.add_losses(50, [jnp.float32(3.0), jnp.float32(1.0)])

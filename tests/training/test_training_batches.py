@@ -100,7 +100,7 @@ def test_no_batch_is_left_with_a_handful_of_pairs():
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one(start_step):
     some = pairs(60)
     per_epoch = steps_per_epoch(some, 100)
-    assert 20 < per_epoch < 30  # so that the steps above lie before, at and behind the end of an epoch
+    assert 20 < per_epoch < 30  # so that the steps above lie before, at and after the end of an epoch
     whole = list(training_batches(some, 100, seed=5, num_epochs=3))
     rest = list(training_batches(some, 100, seed=5, start_step=start_step, num_epochs=3))
     assert len(rest) == len(whole) - start_step
