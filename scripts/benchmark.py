@@ -18,7 +18,7 @@ import jax
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax.drafters.build import build_named, own_checksum
+from spec_jax.drafters.build import build_named, file_checksum
 from spec_jax.measure import auto_gamma, benchmark, benchmark_report, setup
 from spec_jax.run import cli, report
 from spec_jax.run.journal import Journal
@@ -133,7 +133,7 @@ def _run(config, job):
 def _identity(config, cell):
     """What one cell depends on: its values, how drafts are made, and the content of a user's own file."""
     settings = {name: value for name, value in config.draft.to_dict().items() if name != 'kind'}
-    return repr([dataclasses.astuple(cell), sorted(settings.items()), own_checksum(cell.draft)])
+    return repr([dataclasses.astuple(cell), sorted(settings.items()), file_checksum(cell.draft)])
 
 
 def _settings(config):

@@ -17,7 +17,7 @@ from functools import partial
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax.drafters.build import build_named, own_checksum
+from spec_jax.drafters.build import build_named, file_checksum
 from spec_jax.drafters.thrifty import without_thrift
 from spec_jax.measure import acceptance, acceptance_report, setup
 from spec_jax.run import cli, report
@@ -81,7 +81,7 @@ def _measure(target, drafters, sources, settings, config, workdir):
     rows = []
     for entry, drafter in drafters.items():
         journal = _journal(
-            workdir, run | dict(draft=entry, settings=config.draft.to_dict(), file=own_checksum(entry))
+            workdir, run | dict(draft=entry, settings=config.draft.to_dict(), file=file_checksum(entry))
         )
         progress = _progress(f'T={temperature:g} {entry}')
         records = acceptance.measure_lines(

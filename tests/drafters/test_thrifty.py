@@ -108,7 +108,7 @@ def test_a_draft_that_is_right_grows_to_gamma_and_one_whose_second_token_is_wron
 
 
 def test_a_row_alone_is_decoded_as_by_the_plain_program_where_nothing_was_guessed(monkeypatch):
-    monkeypatch.setattr(thrifty, '_PATIENCE', 10**6)
+    monkeypatch.setattr(thrifty, '_RETRY_AFTER', 10**6)
     wrong = ScriptedDrafter(jnp.asarray((text() + 1) % V)[None])
     output = generate(TARGET, Thrifty(wrong, cost=all_or_none(0.6)), prompts([0]), jax.random.key(0), CONFIG)
     np.testing.assert_array_equal(output.tokens[0], text())
