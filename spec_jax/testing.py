@@ -43,11 +43,11 @@ class TableCache:
     """Cache of a `TableModel`.
 
     Attributes:
-      own: a `KVCache` whose single layer of values, [B, 1, L, 1] int32, holds the tokens; no keys.
+      self_attention: a `KVCache` whose single layer of values, [B, 1, L, 1] int32, holds the tokens; no keys.
       table: [B] int32, which table a row reads.
     """
 
-    own: kv.KVCache
+    self_attention: kv.KVCache
     table: Array
 
 
@@ -116,20 +116,20 @@ class TableModel:
         return Prefill(Context(tokens, start=one, length=one), self.empty_cache(inputs, 1 + num_slots))
 
     def empty_cache(self, inputs: Inputs, num_tokens: int) -> TableCache:
-        own = kv.init(1, inputs.tokens.shape[0], 1, num_tokens, 1, jnp.int32)
-        return TableCache(own, inputs.tokens[:, 0] % self.table.shape[0])
+        slots = kv.init(1, inputs.tokens.shape[0], 1, num_tokens, 1, jnp.int32)
+        return TableCache(slots, inputs.tokens[:, 0] % self.table.shape[0])
 
     def decode(self, block: Block, cache: TableCache) -> tuple[Array, Array | None, TableCache]:
         tokens, positions = block.tokens, block.positions
-        own = kv.store(cache.own, 0, tokens[:, None, None], tokens[:, None, :, None])
-        seen = kv.visible(own, block)  # [B, T, L]
-        slots = kv.slot_positions(own, block)[:, None]
+        stored = kv.store(cache.self_attention, 0, tokens[:, None, None], tokens[:, None, :, None])
+        seen = kv.visible(stored, block)  # [B, T, L]
+        slots = kv.slot_positions(stored, block)[:, None]
 
         index = [jnp.broadcast_to(cache.table[:, None], tokens.shape)]  # [B, T] for each axis of the table
         sound = seen.sum(-1) == positions + 1
         for back in reversed(range(self.order)):
             match = seen & (slots == (positions - back)[:, :, None])
-            token = jnp.where(match, own.values[0][:, :, :, 0], 0).sum(-1)
+            token = jnp.where(match, stored.values[0][:, :, :, 0], 0).sum(-1)
             before_start = positions < back
             index.append(jnp.where(before_start, self.start_id, token))
             sound &= before_start | (match.sum(-1) == 1)
@@ -137,7 +137,7 @@ class TableModel:
         hidden = self.table.at[tuple(index)].get(mode='clip')  # an id that this table lacks reads as its last
         hidden = jnp.where(sound[:, :, None], hidden, jnp.nan)
         features = jnp.tile(hidden, len(self.feature_layers)) if self.feature_layers else None
-        return hidden, features, cache.replace(own=own)
+        return hidden, features, cache.replace(self_attention=stored)
 
     def logits(self, hidden: Array) -> Array:
         return hidden
@@ -146,7 +146,7 @@ class TableModel:
         return jax.nn.one_hot(tokens, self.vocab_size)
 
     def keep(self, cache: TableCache, nodes: Array | None, length: Array) -> TableCache:
-        return cache.replace(own=kv.keep(cache.own, nodes, length))
+        return cache.replace(self_attention=kv.keep(cache.self_attention, nodes, length))
 
 
 @flax.struct.dataclass
