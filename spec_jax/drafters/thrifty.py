@@ -1,8 +1,8 @@
 """Drafts only as many tokens as are expected to gain more than their rows cost in the target's call.
 
 For drafters of negligible cost, on a backend where each row of a call costs time: there, at batch 1, a short draft
-is scored by a call over fewer rows (`backend.call_lengths`), and a draft that is likely to be rejected costs more
-than an empty one. In a larger batch a row follows the same rule, so that its output does not depend on its
+is scored by a call over fewer rows (`backend.compiled_lengths`), and a draft that is likely to be rejected costs
+more than an empty one. In a larger batch a row follows the same rule, so that its output does not depend on its
 neighbours.
 
 A drafter may report a confidence before it proposes. Acceptance rates are then tracked separately for each interval
@@ -24,7 +24,7 @@ from jax import Array, lax
 
 from spec_jax.drafters.base import Drafter, DraftShape, Outcome, Round
 from spec_jax.models.base import Model
-from spec_jax.runtime.backend import call_lengths, row_cost
+from spec_jax.runtime.backend import compiled_lengths, row_cost
 from spec_jax.types import Context, Draft, Inputs, Prefill
 
 _DECAY = 0.85  # weight of the old acceptance rate when a draft is counted
@@ -97,7 +97,7 @@ class Thrifty:
         first, later = (
             jnp.take_along_axis(rates, account[:, None], axis=1)[:, 0] for rates in (state.first, state.later)
         )
-        lengths = [length for length in call_lengths(round.gamma, self.cost) if length]
+        lengths = [length for length in compiled_lengths(round.gamma, self.cost) if length]
         most = best_length(first, later, lengths, [self.cost(length + 1) for length in lengths])
         most = jnp.where(state.rounds_skipped >= _RETRY_AFTER, jnp.maximum(most, lengths[0]), most)
 

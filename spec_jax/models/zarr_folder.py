@@ -72,7 +72,7 @@ class Arrays:
 
 
 def shortly(error: Exception) -> str:
-    """The error's text in some 200 characters: TensorStore gives the place at the beginning, the cause at the end."""
+    """The error's text in some 200 characters: TensorStore has the place at its beginning, the cause at its end."""
     text = ' '.join(str(error).split())
     text = text.partition(' [tensorstore_spec=')[0].partition(' See full TensorStore details')[0]
     if len(text) > 200:
