@@ -130,7 +130,7 @@ def test_a_shape_that_is_new_for_each_prompt_is_caught(program):
     found = soak.figures(soaked(trimming, 3 * PASS), BOUND)
     assert found['compilations_later'] == 2 * 4
     (fault,) = (fault for fault in found['faults'] if 'compiled' in fault)
-    assert fault.startswith('8 programs were compiled behind the first pass')
+    assert fault.startswith('8 programs were compiled after the first pass')
 
 
 def test_it_stops_after_the_pass_in_which_it_is_told_to(program):
