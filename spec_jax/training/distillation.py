@@ -2,7 +2,7 @@
 
     sources.tsv  --distill-->  WORKDIR/distilled.jsonl, a journal  --write_pairs-->  WORKDIR/distilled.tsv
 
-The journal is written batch by batch. A run that is started again keeps its complete lines and continues after them.
+The journal is written batch by batch. A run that is started again keeps its complete lines and continues there.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _translations(journal: Journal) -> dict[int, evaluation.Translation]:
 def write_pairs(
     tsv: pathlib.Path | None, sources: Sequence[str], translations: dict[int, evaluation.Translation]
 ) -> dict:
-    """Counts the pairs that are fit for training; where `tsv` is a path, writes them in the order of the sources."""
+    """Counts the pairs that are fit for training; where `tsv` is a path, writes them in the sources' order."""
     fit = {row: one for row, one in sorted(translations.items()) if one.ended and one.text.strip()}
     if tsv is not None:
         lines = [f'{_one_line(sources[row])}\t{_one_line(one.text)}\n' for row, one in fit.items()]

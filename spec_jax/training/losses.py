@@ -41,8 +41,8 @@ def distillation(
 ) -> tuple[Array, Array]:
     """Word-level distillation (Kim and Rush 2016): cross-entropy under the teacher's distribution and the label.
 
-    With weight 1 it is KL(teacher, student) plus the teacher's entropy, which does not depend on the student. Teacher
-    and label are mixed into one distribution first: fewer passes over the vocabulary than two losses.
+    With weight 1 it is KL(teacher, student) plus the teacher's entropy, which does not depend on the student.
+    Teacher and label are mixed into one distribution first: fewer passes over the vocabulary than two losses.
 
     Args:
       logits: [B, T, V] float32.

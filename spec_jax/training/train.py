@@ -97,7 +97,7 @@ def batch_loss(
 def distilled_loss(
     model: T5, teacher: T5, batch: TrainingBatch, key: Array, smoothing: float, weight: float
 ) -> tuple[Array, Array]:
-    """As `batch_loss`, with the share `weight` measured against the teacher's distribution in place of the label."""
+    """As `batch_loss`, with the share `weight` measured against the teacher's distribution, not the label."""
     inputs = Inputs(batch.source, batch.source_mask)
     logits = model.forward(inputs, batch.decoder_input, key)
     teacher_logits = teacher.forward(inputs, batch.decoder_input)
