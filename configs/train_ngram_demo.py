@@ -7,7 +7,7 @@ python scripts/train.py --config=configs/train_ngram_demo.py --workdir=W/ngram \
     --config.data.valid=W/data/valid_libreoffice.tsv,W/data/valid_tatoeba.tsv
 
 Any text in the target's language will do as data.train: a file of pairs, whose target side is counted, or one
-text a line. spec_jax/training/ngram.py documents the keys.
+text per line. spec_jax/training/ngram.py documents the keys.
 """
 
 from ml_collections import ConfigDict

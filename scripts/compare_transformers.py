@@ -164,9 +164,8 @@ def _make_pair(torch, config, settings, workdir) -> _Sides:
         paths = [pathlib.Path(folder, name) for name in ('target', 'draft')]
         _save_shapes(shape, writes, config, *paths)
         target, draft = (load_model(path, config.dtype) for path in paths)
-        theirs = _theirs(
-            torch, *paths, settings, config.dtype
-        )  # the files are mapped by now and may be deleted
+        # The files are mapped after this and may be deleted.
+        theirs = _theirs(torch, *paths, settings, config.dtype)
     random = np.random.default_rng(config.seed)
     tokens = random.integers(3, shape.vocab_size, (config.data.limit or _PROMPTS, _PROMPT_LENGTH), np.int32)
     tokens[:, -1] = shape.eos_id
