@@ -171,7 +171,7 @@ def _make_pair(torch, config, settings, workdir) -> _Sides:
     tokens[:, -1] = shape.eos_id
     weights = (
         f'Target of the shape of T5-{size}, draft of that of T5-small, each with an untied head and random '
-        "weights. Agreement is made: the draft's features, heads and layers stand in the target, and what the "
+        "weights. Agreement is made: the draft's features, heads and layers are part of the target, and what the "
         f'rest of it, random too, writes into the residual stream is multiplied by {writes:g}. Products are dense '
         'and take as long as with any weights. No text ends before its limit.'
     )
