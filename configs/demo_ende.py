@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
                 path=str(demo.DRAFT),  # of a model
                 counts=str(demo.COUNTS),  # of n-grams
                 order=3,  # of kind ngram
-                max_ngram=3,  # of prompt_lookup: the most tokens that must agree,
+                max_ngram=3,  # of prompt_lookup: the most tokens that are matched,
                 min_ngram=1,  # and the fewest
             ),
             dtype='float32',
@@ -37,10 +37,10 @@ def get_config() -> ConfigDict:
             seed=0,
             data=dict(
                 path=str(demo.SENTENCES),  # a file, or a data set: hf:NAME/CONFIG:SPLIT
-                format='',  # goes by the suffix
+                format='',  # empty: by the suffix
                 prefix='',
-                limit=0,  # the first so many lines; 0 takes all
-                source_key='source',  # of jsonl and data sets; dots lead inwards: translation.en
+                limit=0,  # number of lines from the first on; 0 takes all
+                source_key='source',  # of jsonl and data sets; a dot selects a nested key: translation.en
                 target_key='target',
                 target_path='',  # of parallel text: a file of references, line by line
             ),
@@ -59,7 +59,7 @@ def get_config() -> ConfigDict:
                 batch_sizes='1,2,4,8',
                 every_combination=False,  # of the four lists, in place of one axis at a time
                 lines=16,  # where data.limit is 0
-                task='EnDe',  # of the paper, or CNN/DM: whose figures stand beside ours
+                task='EnDe',  # or CNN/DM: the task of the paper whose figures are shown with ours
                 metric='bleu',  # or 'rouge'
             ),
             verify=dict(  # of scripts/verify.py

@@ -4,8 +4,8 @@ python scripts/benchmark.py --config=configs/t5_3b.py:wmt_ende --workdir=W
 
 or :cnndm; another draft by --config.draft.path=google-t5/t5-base.
 Weights: google-t5/t5-3b and google-t5/t5-small. Pickles are refused: a model of which the hub has no safetensors
-has to be converted once, and its folder named by --config.target.
-Chip: 16 GB (TPU v5e): 5.7 GB of weights in bfloat16, and .4 MB of cache a position.
+must be converted once, and its folder given by --config.target.
+Chip: 16 GB (TPU v5e): 5.7 GB of weights in bfloat16, and .4 MB of cache per position.
 Time: about 20 minutes on a TPU v5e, after the download, were a plain step 5 ms (reading the weights takes 3.5): 100
 sentences of about 40 tokens or 50 summaries of about 75, both ways, 3 times, in about 9 cells.
 Expected, not measured: Theorem 3.8, alpha taken to be the paper's, which is of other weights (T5 v1.1 XXL,

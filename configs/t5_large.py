@@ -4,8 +4,8 @@ python scripts/benchmark.py --config=configs/t5_large.py:wmt_ende --workdir=W
 
 or :cnndm; another draft by --config.draft.path=google-t5/t5-base.
 Weights: google-t5/t5-large and google-t5/t5-small. Pickles are refused: a model of which the hub has no safetensors
-has to be converted once, and its folder named by --config.target.
-Chip: 16 GB (TPU v5e): 1.5 GB of weights in bfloat16, and .1 MB of cache a position. A T4 has no
+must be converted once, and its folder given by --config.target.
+Chip: 16 GB (TPU v5e): 1.5 GB of weights in bfloat16, and .1 MB of cache per position. A T4 has no
 bfloat16 arithmetic: give --config.dtype=float32.
 Time: about 12 minutes on a TPU v5e, after the download, were a plain step 2 ms (reading the weights takes .9): 100
 sentences of about 40 tokens or 50 summaries of about 75, both ways, 3 times, in about 9 cells.

@@ -36,13 +36,13 @@ def paper_pair(task, target, draft, name) -> ConfigDict:
     """`target` and `draft` are sizes, `name` a folder or a hub id with {} in the size's place."""
     gammas = GAMMA[task]
     if draft not in gammas:
-        raise ValueError(f'expected one of {", ".join(gammas)} behind the colon; got {draft!r}')
+        raise ValueError(f'expected one of {", ".join(gammas)} after the colon; got {draft!r}')
     return get_config(task, name.format(target), name.format(draft), gammas[draft])
 
 
 def get_config(task='wmt_ende', target='./target', draft='./draft', gamma=5) -> ConfigDict:
     if task not in DATA:
-        raise ValueError(f'expected one of {", ".join(DATA)} behind the colon; got {task!r}')
+        raise ValueError(f'expected one of {", ".join(DATA)} after the colon; got {task!r}')
     return ConfigDict(
         dict(
             target=target,

@@ -3,12 +3,12 @@
 python scripts/benchmark.py --config=configs/t5_v1_0_11b_wmt_ende.py:small --workdir=W
 
 Weights: google-t5/t5-11b and google-t5/t5-small, -base or -large. Pickles are refused: a model of which the hub has
-no safetensors has to be converted once, and its folder named by --config.target.
-Chip: 32 GB or more (TPU v4 or v6e): 23 GB of weights in bfloat16, and 1.6 MB of cache a position.
+no safetensors must be converted once, and its folder given by --config.target.
+Chip: 32 GB or more (TPU v4 or v6e): 23 GB of weights in bfloat16, and 1.6 MB of cache per position.
 Time: about 40 minutes on a TPU v4, after the download, were a plain step 10 ms (reading the weights takes 9.5):
 100 sentences of about 40 tokens, both ways, 3 times, in about 9 cells that take a minute each to compile.
 Expected, not measured: Theorem 3.8 with the paper's alpha and c, which are of other weights, its own fine-tuned T5
-v1.1 XXL and drafts. What these weights have, scripts/measure_alpha.py measures.
+v1.1 XXL and drafts. scripts/measure_alpha.py measures those of these weights.
 
     draft  T  gamma  alpha  c    speed-up
     small  0  7      .75    .02  3.16

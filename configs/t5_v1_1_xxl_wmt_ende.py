@@ -4,8 +4,8 @@ python scripts/benchmark.py --config=configs/t5_v1_1_xxl_wmt_ende.py:small --wor
     --config.target=XXL_FOLDER --config.draft.path=SMALL_FOLDER
 
 Weights: yours. Of v1.1 only pretrained weights are public (google/t5-v1_1-*), which neither translate nor
-summarize; the paper's own never were.
-Chip: 32 GB or more (the paper's was a TPU v4): 22 GB of weights in bfloat16, and .4 MB of cache a position.
+summarize; those of the paper were never published.
+Chip: 32 GB or more (the paper's was a TPU v4): 22 GB of weights in bfloat16, and .4 MB of cache per position.
 Time: about 40 minutes on a TPU v4 were a plain step 10 ms (reading the weights takes 9.3):
 100 sentences of about 40 tokens, both ways, 3 times, in about 9 cells that take a minute each to compile.
 Expected, not measured: Theorem 3.8 with the paper's alpha and c (its Tables 2 and 4).

@@ -1,4 +1,4 @@
-"""Trains the demo draft, 1.9M parameters, on the demo target's own translations.
+"""Trains the demo draft, 1.9M parameters, on the demo target's translations.
 
 python scripts/distill.py --config=configs/distill_demo.py --workdir=W/distilled \
     --config.target=W/target/export --config.data.train=W/data/train.tsv
@@ -8,8 +8,8 @@ python scripts/train.py --config=configs/train_demo_draft.py --workdir=W/draft $
 python scripts/train.py --config=configs/train_demo_draft.py --workdir=W/draft $D \
     --config.distill_from=W/target/export --config.distill_weight=0.9
 
-The first 8,000 steps learn the words that the target chose, at a high rate; the rest learns, while the rate
-falls, the probabilities that it gave to all words, and takes twice as long a step for the target's forward pass.
+The first 8,000 steps are trained on the target's tokens, at a high rate; the others, while the rate falls, on its
+distributions over all tokens. These take twice as long per step, for the target's forward pass.
 """
 
 from ml_collections import ConfigDict
@@ -24,13 +24,13 @@ def get_config() -> ConfigDict:
                 d_kv=64,
                 d_ff=512,
                 num_heads=2,
-                num_encoder_layers=2,  # run once a sentence: better drafts at no cost per step
+                num_encoder_layers=2,  # run once per sentence: better drafts at no cost per step
                 num_decoder_layers=1,
                 activation='gelu',
                 gated=True,
                 tied_head=True,
                 scale_head_input=True,
-                dropout=0.0,  # so small a model cannot learn its data by heart
+                dropout=0.0,  # so small a model does not overfit
             ),
             tokenizer='',
             dtype='bfloat16',

@@ -1,4 +1,4 @@
-"""Counts n-grams of one to three tokens in the demo target's own translations, as a draft of next to no cost.
+"""Counts n-grams of one to three tokens in the demo target's translations, as a draft of negligible cost.
 
 python scripts/distill.py --config=configs/distill_demo.py --workdir=W/distilled \
     --config.target=W/target/export --config.data.train=W/data/train.tsv
@@ -7,7 +7,7 @@ python scripts/train.py --config=configs/train_ngram_demo.py --workdir=W/ngram \
     --config.data.valid=W/data/valid_libreoffice.tsv,W/data/valid_tatoeba.tsv
 
 Any text in the target's language will do as data.train: a file of pairs, whose target side is counted, or one
-text a line. spec_jax/training/ngram.py says what the keys mean.
+text per line. spec_jax/training/ngram.py documents the keys.
 """
 
 from ml_collections import ConfigDict

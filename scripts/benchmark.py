@@ -1,12 +1,12 @@
-"""Speed, acceptance and quality over drafts, temperatures, draft lengths and batch sizes, beside theory and paper.
+"""Speed, acceptance and quality over drafts, temperatures, draft lengths and batch sizes, with theory and paper.
 
     python scripts/benchmark.py --config=configs/demo_ende.py --workdir=W \
         --config.benchmark.drafts=model,bigram,my_draft.py:build --config.benchmark.gammas=2,4,8
 
 One axis at a time is varied around the first draft at the config's temperature, gamma and batch size; see the
-section `benchmark` of the config. Leaves W/report.json, W/report.md, W/gamma.png, W/accepted.png,
-W/batch_size.png, W/alpha.png and W/cells.jsonl, which keeps the cells measured: stopped and started again, or with
-entries added to the lists, it measures what is missing. Remove that file to measure anew.
+section `benchmark` of the config. Writes W/report.json, W/report.md, W/gamma.png, W/accepted.png,
+W/batch_size.png, W/alpha.png and W/cells.jsonl, which keeps the measured cells: stopped and started again, or with
+entries added to the lists, it measures only the missing ones. Remove that file to measure all of them again.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import jax
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax.drafters.build import build_named, own_checksum
+from spec_jax.drafters.build import build_named, file_checksum
 from spec_jax.measure import auto_gamma, benchmark, benchmark_report, setup
 from spec_jax.run import cli, report
 from spec_jax.run.journal import Journal
@@ -50,8 +50,8 @@ def main(_):
     run = _run(config, job)
     if automatic:
         kept = workdir / f'gamma.{zlib.crc32(_identity(config, base).encode()):08x}.jsonl'
-        gamma, told, _ = auto_gamma.settle(job, drafters[base.draft], kept, run)
-        print(told)
+        gamma, message, _ = auto_gamma.settle(job, drafters[base.draft], kept, run)
+        print(message)
         base, cells = _cells(config, gamma or 1)
 
     journal = Journal.open(workdir / 'cells.jsonl', run)
@@ -86,23 +86,25 @@ def _write(workdir, rows, base, config, job):
     figures = benchmark_report.pictures(rows, base, title)
     for name, figure in figures.items():
         figure.savefig(workdir / name, dpi=150)
-    said = benchmark_report.sentences(rows, base)
-    (own,) = benchmark_report.around(rows, base)
-    shared = {key: own[key] for key in report.KEYS if key in own}
+    conclusions = benchmark_report.sentences(rows, base)
+    (at_base,) = benchmark_report.around(rows, base)
+    shared = {key: at_base[key] for key in report.KEYS if key in at_base}
     greedy = [row['greedy_match'] for row in rows if row['greedy_match'] is not None]
     shared |= dict(greedy_match=min(greedy, default=None))
-    paper = {f'{size}, T = {T}': found for (size, T), found in benchmark_report.PAPER[task].items()}
-    figures_of_run = dict(base=dataclasses.asdict(base), cells=rows, conclusions=said, measured_on=facts)
+    paper = {f'{size}, T = {T}': cell for (size, T), cell in benchmark_report.PAPER[task].items()}
+    figures_of_run = dict(
+        base=dataclasses.asdict(base), cells=rows, conclusions=conclusions, measured_on=facts
+    )
     report.write_report(workdir, shared | figures_of_run | dict(paper={task: paper}), config)
     print('\n' + benchmark_report.screen_table(rows))
-    print('\n' + '\n'.join(said))
+    print('\n' + '\n'.join(conclusions))
     print(f'\n{weights}')
     names = ', '.join(figures)
     print(f'tables: {workdir / "report.md"}   figures: {workdir / "report.json"}   plots: {names}')
 
 
 def _facts(config, job, rows):
-    """What a reader of the tables has to know."""
+    """The setup of the run, for readers of the tables."""
     drafts = ', '.join(dict.fromkeys(row['draft'] for row in rows))
     seconds = {name: sum(row['compile_seconds'][name] for row in rows) for name in ('plain', 'speculative')}
     return {
@@ -120,7 +122,7 @@ def _facts(config, job, rows):
 
 
 def _run(config, job):
-    """What all cells depend on."""
+    """The settings that all cells depend on."""
     run = {name: value for name, value in config.to_dict().items() if name not in _ELSEWHERE}
     return run | dict(
         sources=setup.checksum(job.sources),
@@ -131,16 +133,16 @@ def _run(config, job):
 
 
 def _identity(config, cell):
-    """What one cell depends on: its values, how drafts are made, and the content of a user's own file."""
+    """Identifies a cell: its values, the draft settings, and the checksum of a user's drafter file."""
     settings = {name: value for name, value in config.draft.to_dict().items() if name != 'kind'}
-    return repr([dataclasses.astuple(cell), sorted(settings.items()), own_checksum(cell.draft)])
+    return repr([dataclasses.astuple(cell), sorted(settings.items()), file_checksum(cell.draft)])
 
 
 def _settings(config):
     settings = setup.settings_from(config, auto=auto_gamma.PROBE)
     if settings.decode.rule.lossy:
         raise ValueError(
-            f'lenience: expected 1, got {config.lenience:g}; only exact decoding is held beside the theory'
+            f'lenience: expected 1, got {config.lenience:g}; only exact decoding is compared with the theory'
         )
     return settings
 

@@ -1,10 +1,10 @@
-"""What a draft that costs nothing gains at each alpha, down to one that is never right.
+"""Measures the gain of a draft of no cost at each alpha, down to 0.
 
     python scripts/benchmark_overhead.py --config=configs/demo_ende.py --workdir=W
 
 Decodes greedily by turns: plainly, with an oracle that is right at a given rate, and with drafts that cost little:
-those of --drafts, each a kind of config.draft, KIND=PATH or FILE.py:NAME. Takes the first 30 lines unless
-data.limit says otherwise, and leaves W/report.json, W/report.md and W/overhead.png.
+those of --drafts, each a kind of config.draft, KIND=PATH or FILE.py:NAME. Decodes the first 30 lines unless
+data.limit is set, and writes W/report.json, W/report.md and W/overhead.png.
 """
 
 import pathlib
@@ -56,12 +56,12 @@ def _write(workdir, rows, facts, settings, config):
     report.write_text(workdir / 'report.md', overhead.markdown(rows, settings.decode.gamma, facts))
     title = f'Drafts that cost nothing, gamma = {settings.decode.gamma}, batch size {settings.batch_size}'
     overhead.plot(rows, title).savefig(workdir / 'overhead.png', dpi=150)
-    found = overhead.conclusions(rows)
+    conclusions = overhead.conclusions(rows)
     shared = {key: rows[0][key] for key in ('tokens', 'plain_tokens_per_s', 'cost_of_rows')}
     shared |= dict(greedy_match=min(row['greedy_match'] for row in rows))
-    report.write_report(workdir, shared | found | dict(drafts=rows, measured_on=facts), config)
+    report.write_report(workdir, shared | conclusions | dict(drafts=rows, measured_on=facts), config)
     print('\n' + overhead.table(rows) + '\n')
-    print('\n'.join(overhead.sentences(found, settings.decode.gamma)))
+    print('\n'.join(overhead.sentences(conclusions, settings.decode.gamma)))
     print(
         f'\ntable: {workdir / "report.md"}   figures: {workdir / "report.json"}   plot: {workdir / "overhead.png"}'
     )
@@ -77,7 +77,7 @@ def _entries(config):
 
 def _build(entry, config, job):
     if (drafter := build_named(entry, config.draft, job.target, job.tokenizer, config.dtype)) is None:
-        raise ValueError(f'--drafts: expected drafts, separated by commas; got {entry!r}, which is none')
+        raise ValueError(f'--drafts: expected drafts, separated by commas; got {entry!r}, which is not one')
     return drafter
 
 

@@ -1,14 +1,14 @@
-"""Our decoders beside transformers' own on the same weights, prompts, lengths and gamma, by turns.
+"""Compares our decoders with transformers' on the same weights, prompts, lengths and gamma, by turns.
 
     python scripts/compare_transformers.py --config=configs/demo_ende.py --workdir=W
     python scripts/compare_transformers.py --config=configs/demo_ende.py --workdir=W \
         --size=large --config.max_new_tokens=64
 
-Greedy, batch size 1: transformers' `generate`, its assisted generation with the same draft (gamma tokens a draft,
-and by the library's defaults), our plain and our speculative decoder. Takes the config's pair and the first 40
-lines; with --size=base or large random weights of T5-base's or T5-large's shape, a draft of T5-small's that agrees
-with them, and 4 random prompts. data.limit sets the number of either. Leaves W/report.json and W/report.md. The
-other side needs PyTorch, of requirements-dev.txt.
+Greedy, batch size 1: transformers' `generate`, its assisted generation with the same draft (gamma tokens per draft,
+and with the library's defaults), our plain and our speculative decoder. Uses the config's pair and the first 40
+lines; with --size=base or large, random weights of T5-base's or T5-large's shape, a draft of T5-small's shape that
+agrees with them, and 4 random prompts. data.limit sets the number of either. Writes W/report.json and W/report.md.
+transformers' decoders need PyTorch, of requirements-dev.txt.
 """
 
 import dataclasses
@@ -90,14 +90,14 @@ def main(_):
     facts = _facts(config, sides, rows, shared) | {'seconds in all': f'{time.perf_counter() - start:.0f}'}
     text = comparison.markdown(rows, ratios, sides.weights, near_tie, facts)
     report.write_text(workdir / 'report.md', text)
-    found = dict(size=_SIZE.value, decoders=rows, ratios=ratios, weights=sides.weights, measured_on=facts)
-    report.write_report(workdir, shared | found, config)
+    compared = dict(size=_SIZE.value, decoders=rows, ratios=ratios, weights=sides.weights, measured_on=facts)
+    report.write_report(workdir, shared | compared, config)
     print(f'\n{comparison.decoder_table(rows)}\n\n{comparison.ratio_table(ratios)}\n\n{sides.weights}')
     print(f'tables: {workdir / "report.md"}   figures: {workdir / "report.json"}')
 
 
 def _facts(config, sides, rows, shared):
-    """What a reader of the tables has to know."""
+    """The setup of the run, for readers of the tables."""
     packages = 'jax', 'transformers', 'torch'
     return {
         'data': sides.data,
@@ -114,7 +114,7 @@ def _facts(config, sides, rows, shared):
 
 
 def _cores() -> int:
-    """As many as XLA takes."""
+    """The number of threads that XLA uses."""
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
 
 
@@ -150,7 +150,7 @@ def _load_pair(torch, config, settings) -> _Sides:
     job = setup.load(config, settings, default_limit=_LINES)
     drafter = build_drafter(config.draft, job.target, job.tokenizer, config.dtype)
     theirs = _theirs(torch, config.target, config.draft.path, settings, config.dtype)
-    weights = f'Target {config.target}, draft {config.draft.path}; how often they agree is their own affair.'
+    weights = f'Target {config.target}, draft {config.draft.path}; how often they agree depends on the pair.'
     data = f'{config.data.path}, {len(job.sources)} lines, {job.num_truncated} of them cut'
     return _Sides(job.target, drafter, theirs, job.sources, weights, data)
 
@@ -163,13 +163,14 @@ def _make_pair(torch, config, settings, workdir) -> _Sides:
         paths = [pathlib.Path(folder, name) for name in ('target', 'draft')]
         _save_shapes(shape, writes, config, *paths)
         target, draft = (load_model(path, config.dtype) for path in paths)
-        theirs = _theirs(torch, *paths, settings, config.dtype)  # has the files mapped: they may go
+        # The files are mapped after this and may be deleted.
+        theirs = _theirs(torch, *paths, settings, config.dtype)
     random = np.random.default_rng(config.seed)
     tokens = random.integers(3, shape.vocab_size, (config.data.limit or _PROMPTS, _PROMPT_LENGTH), np.int32)
     tokens[:, -1] = shape.eos_id
     weights = (
-        f'Target of the shape of T5-{size}, draft of that of T5-small, each with a head of its own and random '
-        "weights. Agreement is made: the draft's features, heads and layers stand in the target, and what the "
+        f'Target of the shape of T5-{size}, draft of that of T5-small, each with an untied head and random '
+        "weights. Agreement is made: the draft's features, heads and layers are part of the target, and what the "
         f'rest of it, random too, writes into the residual stream is multiplied by {writes:g}. Products are dense '
         'and take as long as with any weights. No text ends before its limit.'
     )
@@ -178,7 +179,7 @@ def _make_pair(torch, config, settings, workdir) -> _Sides:
 
 
 def _save_shapes(shape, writes, config, target_path, draft_path):
-    """Apart from what loads them, so that no copy stays in memory."""
+    """Writes both models in a separate function, so that no copy stays in memory."""
     draft = t5_widen.endless_t5(t5_widen.SMALL, config.seed)
     save_t5(draft, draft_path, config.dtype)
     target = t5_widen.widen(draft, shape, writes, config.seed + 1)
@@ -186,8 +187,8 @@ def _save_shapes(shape, writes, config, target_path, draft_path):
 
 
 def _theirs(torch, target, draft, settings, dtype) -> dict[str, comparison.Decode]:
-    """transformers' three decoders, otherwise as it makes them by default, with its cache of keys and values."""
-    import transformers  # after `cli`, which keeps it quiet
+    """transformers' three decoders, with its cache of keys and values and otherwise its defaults."""
+    import transformers  # after `cli`, which silences its warnings
 
     transformers.utils.logging.disable_progress_bar()
     load = partial(transformers.T5ForConditionalGeneration.from_pretrained, dtype=getattr(torch, dtype))
@@ -202,10 +203,10 @@ def _theirs(torch, target, draft, settings, dtype) -> dict[str, comparison.Decod
         | dict(
             num_assistant_tokens=settings.decode.gamma,
             num_assistant_tokens_schedule='constant',
-            assistant_confidence_threshold=0.0,  # else unsure drafts end early
+            assistant_confidence_threshold=0.0,  # otherwise drafts of low confidence end early
         )
     )
-    # Without a mask of the decoder's, 5.24 has the draft read its whole text again, on top of what its cache holds.
+    # Without a decoder mask, 5.24 makes the draft read its whole text again in addition to its cache.
     assisted = dict(assistant_model=assistant, decoder_attention_mask=torch.ones(1, 1, dtype=torch.int64))
 
     def decode(prompt, drafts=None):

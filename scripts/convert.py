@@ -3,8 +3,8 @@
     python scripts/convert.py --source=FOLDER --output=FOLDER --format=hf
     python scripts/convert.py --source=FOLDER --output=FOLDER --format=orbax --dtype=bfloat16
 
-The source is a checkpoint of T5X, a folder as Hugging Face lays it out (or a hub id), or an Orbax checkpoint that
-this wrote; its tokenizer's files come along. An interrupted run leaves no folder that looks whole.
+The source is a T5X checkpoint, a folder in Hugging Face's layout (or a hub id), or an Orbax checkpoint of this
+script; its tokenizer files are copied. An interrupted run leaves no folder that looks complete.
 """
 
 import math

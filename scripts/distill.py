@@ -1,10 +1,10 @@
-"""Has a target translate the training sources, for a draft to be trained on.
+"""Translates the training sources with a target, as training data for its draft.
 
     python scripts/distill.py --config=configs/distill_demo.py --workdir=W \\
         --config.target=TARGET --config.data.train=train.tsv
 
-leaves W/distilled.tsv (source, tab, the target's output) and W/report.json. Stopped at any moment and
-started again with the same command, it goes on where it was.
+writes W/distilled.tsv (source, tab, the target's output) and W/report.json. Stopped at any time and started again
+with the same command, it resumes.
 """
 
 import json

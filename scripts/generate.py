@@ -2,11 +2,11 @@
 
     python scripts/generate.py --config=configs/demo_ende.py --config.data.path=my.txt --workdir=W
 
-Leaves W/output.txt, a line for each line of the input, and W/report.json. Stopped at any moment and started again
-with the same command, it goes on where it was.
+Writes W/output.txt, a line for each line of the input, and W/report.json. Stopped at any time and started again
+with the same command, it resumes.
 
---config.mesh.data=2 --config.mesh.model=4 spreads the rows of a batch and the weights over eight devices. Where
-they are of several machines, start the same command on each with
+--config.mesh.data=2 --config.mesh.model=4 splits the rows of a batch and the weights over eight devices. Where
+these belong to several machines, start the same command on each with
 
     --coordinator=HOST:PORT --num_processes=2 --process_id=0    (1 on the other; HOST is the first one)
 
@@ -73,12 +73,12 @@ def _progress(batches, desc):
 
 
 def _choose_gamma(job, drafter, config, kept):
-    """A gamma, at least 1 where both decoders are to be compared, and what it was chosen by for the report."""
+    """The chosen gamma, at least 1 where both decoders are to be compared, and its measurements for the report."""
     print('gamma = auto: measuring on a few prompts', flush=True)
     run = dict(config=config.to_dict(), sources=setup.checksum(job.sources))
-    gamma, told, measured = auto_gamma.settle(job, drafter, kept, run)
-    gamma = processes.from_first(lambda: gamma)  # each has a clock of its own
-    print(told)
+    gamma, message, measured = auto_gamma.settle(job, drafter, kept, run)
+    gamma = processes.from_first(lambda: gamma)  # each process measures different times
+    print(message)
     if not gamma:
         print('comparing at gamma = 1 all the same' if config.compare else 'decoding plainly')
     return gamma or int(config.compare), dict(gamma_choice=measured)
@@ -104,7 +104,7 @@ def _decode(target, drafter, sources, settings, config, unfinished):
 
 
 def _compare(target, drafter, sources, settings, config):
-    """Decodes both ways in turn, measures, and sees whether greedy outputs agree."""
+    """Decodes both ways in turn, measures, and compares greedy outputs."""
     if not settings.decode.gamma:
         raise ValueError('compare: expected a draft and gamma >= 1 to compare with plain decoding; got none')
     programs = dict(

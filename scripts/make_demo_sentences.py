@@ -1,4 +1,4 @@
-"""Chooses the sentences that ship with the demo pair: of each test set so many, in turn.
+"""Chooses the sentences that ship with the demo pair: a number of each test set, in turn.
 
     python scripts/make_demo_sentences.py --inputs=W/data/test_tatoeba.tsv,W/data/test_libreoffice.tsv \\
         --output=spec_jax/demo/sentences.tsv

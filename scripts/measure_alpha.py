@@ -1,11 +1,11 @@
-"""alpha of every draft named, along texts that the target generates: the paper's Table 3 for any pair.
+"""Measures alpha of each draft along texts that the target generates: the paper's Table 3 for any pair.
 
     python scripts/measure_alpha.py --config=configs/demo_ende.py --workdir=W \
         --config.alpha.drafts=unigram,model,my_draft.py:build --config.data.path=my.txt
 
-Leaves W/report.json, W/report.md and W/alpha.png. A draft is a kind of config.draft, KIND=PATH for one with
-another model or other counts (model=small,model=base), or FILE.py:NAME. Stopped at any moment and started again
-with the same command, it goes on where it was.
+Writes W/report.json, W/report.md and W/alpha.png. A draft is a kind of config.draft, KIND=PATH for one with
+another model or other counts (model=small,model=base), or FILE.py:NAME. Stopped at any time and started again
+with the same command, it resumes.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from functools import partial
 from absl import flags
 from tqdm import tqdm
 
-from spec_jax.drafters.build import build_named, own_checksum
+from spec_jax.drafters.build import build_named, file_checksum
 from spec_jax.drafters.thrifty import without_thrift
 from spec_jax.measure import acceptance, acceptance_report, setup
 from spec_jax.run import cli, report
@@ -81,7 +81,7 @@ def _measure(target, drafters, sources, settings, config, workdir):
     rows = []
     for entry, drafter in drafters.items():
         journal = _journal(
-            workdir, run | dict(draft=entry, settings=config.draft.to_dict(), file=own_checksum(entry))
+            workdir, run | dict(draft=entry, settings=config.draft.to_dict(), file=file_checksum(entry))
         )
         progress = _progress(f'T={temperature:g} {entry}')
         records = acceptance.measure_lines(
@@ -97,7 +97,7 @@ def _progress(what):
 
 
 def _journal(workdir, run):
-    """Where a part of the run keeps its lines; a draft added to the list finds those of the others still good."""
+    """The journal of a part of the run; adding a draft to the list leaves those of the others valid."""
     name = zlib.crc32(repr([run['temperature'], run.get('draft')]).encode())
     return Journal.open(workdir / f'unfinished.{name:08x}.jsonl', run)
 
@@ -130,7 +130,7 @@ def _write(workdir, rows, facts, config):
 
 
 def _facts(config, rows, num_lines, num_truncated, seconds):
-    """What a reader of the table has to know."""
+    """The setup of the run, for readers of the table."""
     per_temperature = {f'T = {row["temperature"]:g}': row for row in rows}
     return {
         'target': config.target,
@@ -169,12 +169,12 @@ def _entries(config):
 
 def _temperatures(config):
     try:
-        found = [float(text) for text in config.alpha.temperatures.split(',')]
+        temperatures = [float(text) for text in config.alpha.temperatures.split(',')]
     except ValueError as error:
         raise ValueError(
             f'alpha.temperatures: expected numbers, separated by commas; got {config.alpha.temperatures!r}'
         ) from error
-    return [SamplingConfig(temperature).temperature for temperature in dict.fromkeys(found)]
+    return [SamplingConfig(temperature).temperature for temperature in dict.fromkeys(temperatures)]
 
 
 if __name__ == '__main__':

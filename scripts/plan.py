@@ -1,4 +1,4 @@
-"""What speculation would gain at each draft length, from two figures: a calculator, no model needed.
+"""Computes the gain of speculation at each draft length from alpha and c; no model needed.
 
     python scripts/plan.py --alpha=.8 --c=.05
 
@@ -26,19 +26,19 @@ _PLOT = flags.DEFINE_string('plot', None, 'A .png, .svg or .pdf to draw.')
 
 def main(_):
     alpha, c = _ALPHA.value, _C.value
-    found = plan.plan(alpha, c, c if _C_HAT.value is None else _C_HAT.value, _MAX_GAMMA.value)
-    print(plan.table(found))
-    print(f'\n{plan.sentence(found, alpha, c)}')
-    if found['guaranteed']:
+    planned = plan.plan(alpha, c, c if _C_HAT.value is None else _C_HAT.value, _MAX_GAMMA.value)
+    print(plan.table(planned))
+    print(f'\n{plan.sentence(planned, alpha, c)}')
+    if planned['guaranteed']:
         print(
-            f'Since alpha > c, some gamma gains at least (1 + alpha) / (1 + c) = {found["guaranteed"]:.2f}.'
+            f'Since alpha > c, some gamma gains at least (1 + alpha) / (1 + c) = {planned["guaranteed"]:.2f}.'
         )
     print('A target call over gamma + 1 positions is taken to cost as much as over one (Theorem 3.8).')
     if _PLOT.value:
         path = pathlib.Path(_PLOT.value)
         if path.suffix not in ('.png', '.svg', '.pdf'):
             raise ValueError(f'plot: expected a name in .png, .svg or .pdf, got {path.name!r}')
-        plan.plot(found, alpha, c).savefig(path, dpi=150)
+        plan.plot(planned, alpha, c).savefig(path, dpi=150)
         print(f'plot: {path}')
 
 

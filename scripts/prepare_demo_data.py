@@ -3,8 +3,8 @@
 python scripts/prepare_demo_data.py --libreoffice=DIR --tatoeba=FILE --output=DIR
 
 writes train.tsv, train_tatoeba.tsv (its short sentences alone), {valid,test}_{libreoffice,tatoeba}.tsv and
-test_tatoeba_refs.jsonl (all references of each sentence). Nothing that is held out stands in train, not even
-with other capitals or punctuation.
+test_tatoeba_refs.jsonl (all references of each sentence). No held-out sentence is in train, not even with other
+capitals or punctuation.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ SEED = flags.DEFINE_string('seed', 'spec_jax', 'Chooses the held-out sentences.'
 
 
 def read_pairs(path: str | Path) -> list[Example]:
-    """Reads a file in which every line has both columns."""
+    """Reads a file; every line must have both columns."""
     pairs = read_examples(path, 'tsv')
     for n, pair in enumerate(pairs, 1):
         if not pair.source or not pair.target:

@@ -1,15 +1,15 @@
-"""Compiles a pair's programs for TPUs without one: do they fit, what would they cost? No weights are needed.
+"""Compiles a pair's programs for TPUs that are not attached: memory and estimated times. No weights are needed.
 
     pip install -r requirements-tpu-report.txt
     python scripts/tpu_report.py --config=configs/t5_v1_1_xxl_wmt_ende.py --topology=v4,v5e:8
 
-Prints the tables; leaves report.json, report.md and tpu_report.png in --workdir. Sizes come from the config.json of
+Prints the tables; writes report.json, report.md and tpu_report.png in --workdir. Sizes come from the config.json of
 the config's folders, or from names such as google/t5-v1_1-xxl. Every time is the compiler's estimate.
 """
 
 import os
 
-os.environ['JAX_PLATFORMS'] = 'cpu'  # before JAX is imported: no TPU is looked for
+os.environ['JAX_PLATFORMS'] = 'cpu'  # before JAX is imported: no search for a TPU
 os.environ['TPU_SKIP_MDS_QUERY'] = '1'
 os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'  # none is used, so none is locked
 
@@ -45,7 +45,7 @@ def main(_):
             f'draft.kind: expected a model and a gamma of 1 or more, got {config.draft.kind} and {config.gamma}'
         )
     target, draft = describe(config.target), describe(config.draft.path)
-    workdir, found = files.make_workdir(_WORKDIR.value), []
+    workdir, reports = files.make_workdir(_WORKDIR.value), []
     for topology in topologies:
         pair = programs.Setup(
             target,
@@ -57,17 +57,17 @@ def main(_):
             settings.decode.sampling,
             settings.batch_size,
         )
-        found.append(report.figures(pair, _LIMIT.value, partial(tqdm, desc=topology, dynamic_ncols=True)))
-        _write(workdir, found, config)
-    print(f'\n{report.table(found)}\n\n{report.predicted_table(found)}\n\n{report.LABEL}')
+        reports.append(report.figures(pair, _LIMIT.value, partial(tqdm, desc=topology, dynamic_ncols=True)))
+        _write(workdir, reports, config)
+    print(f'\n{report.table(reports)}\n\n{report.predicted_table(reports)}\n\n{report.LABEL}')
     print(f'figures: {workdir / "report.json"}   {workdir / "report.md"}   {workdir / "tpu_report.png"}')
 
 
-def _write(workdir, found, config):
+def _write(workdir, reports, config):
     title = f'{config.target} with {config.draft.path}, γ = {config.gamma}, batch size {config.batch_size}'
-    files.write_report(workdir, dict(device=None, topologies=found), config)
-    files.write_text(workdir / 'report.md', report.markdown(found, title))
-    report.plot(found).savefig(workdir / 'tpu_report.png', dpi=150)
+    files.write_report(workdir, dict(device=None, topologies=reports), config)
+    files.write_text(workdir / 'report.md', report.markdown(reports, title))
+    report.plot(reports).savefig(workdir / 'tpu_report.png', dpi=150)
 
 
 if __name__ == '__main__':

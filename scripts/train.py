@@ -3,9 +3,9 @@
     python scripts/train.py --config=configs/train_demo_target.py --workdir=W \\
         --config.tokenizer=TOKENIZER --config.data.train=train.tsv --config.data.valid=valid.tsv
 
-leaves W/export, a folder that transformers loads too, and W/report.json, the losses. Stopped at any moment
-and started again with the same command, it goes on where it was. spec_jax/training/recipe.py says what the
-keys mean. With configs/train_ngram_demo.py it counts instead, which takes seconds (spec_jax/training/ngram.py).
+writes W/export, a folder that transformers loads too, and W/report.json, the losses. Stopped at any time and
+started again with the same command, it resumes. spec_jax/training/recipe.py documents the keys. With
+configs/train_ngram_demo.py it counts n-grams, which takes seconds (spec_jax/training/ngram.py).
 """
 
 import pathlib

@@ -1,10 +1,10 @@
-"""Proves on your own pair that speculative decoding leaves the output as it is, or says by how much it does not.
+"""Tests on a pair that speculative decoding does not change the output, or reports by how much it does.
 
     python scripts/verify.py --config=configs/demo_ende.py --workdir=W
 
-takes the draft, gamma and sampling that the config names, and verifies greedy and sampled decoding both (at its
-temperature, or 1). Prints a table, one row a check, each with what it would have found; leaves W/report.json; exits
-with 1 where a check fails.
+uses the draft, gamma and sampling of the config, and verifies both greedy and sampled decoding (at its temperature,
+or 1). Prints a table, one row per check, each with the deviation that it would have detected; writes W/report.json;
+exits with 1 where a check fails.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def main(_):
 
 
 def verify(config, workdir, change=lambda pair: pair):
-    """Verifies the pair that a config names, as `change` gives it back; tests plant their faults there."""
+    """Verifies the pair of a config after `change`, in which tests plant their faults."""
     job = setup.load(config, _settings(config))
     if cut := job.truncation():
         print(cut)
@@ -63,7 +63,7 @@ def verify(config, workdir, change=lambda pair: pair):
 
 
 def _settings(config):
-    """The settings, the sizes of the verification checked as well."""
+    """The settings; the sizes of the verification are checked too."""
     if 'verify' not in config:
         raise ValueError('config: expected a section `verify`, as in configs/demo_ende.py; got none')
     settings = setup.settings_from(config)
@@ -91,21 +91,21 @@ def _loop(pair, greedy_prompts, sampled_prompts, config):
     """Checks of the pair, and the figures of the run at the config's temperature."""
     sizes, checks, figures = config.verify, [], {}
     if greedy_prompts:
-        found = greedy(pair, greedy_prompts, _progress)
-        checks += found.checks
-        figures = analysis.acceptance_figures(found.stats) | found.agreement
+        result = greedy(pair, greedy_prompts, _progress)
+        checks += figures.checks
+        figures = analysis.acceptance_figures(result.stats) | result.agreement
     if sizes.samples:
         tokens = max(sizes.tokens, pair.settings.decode.gamma + 3)  # a full acceptance, and a round after it
         size = Size(sizes.samples, tokens, sizes.rows)
-        found = sampled(pair, sampled_prompts, size, _progress)
-        checks += found.checks
+        result = sampled(pair, sampled_prompts, size, _progress)
+        checks += figures.checks
         if config.temperature > 0 or not figures:
-            figures |= analysis.acceptance_figures(found.stats)
+            figures |= analysis.acceptance_figures(result.stats)
     return checks, figures
 
 
 def _table(checks, figures, no_draft):
-    """A line each, then the verdict."""
+    """One line per check, then the verdict."""
     verdict = {True: 'ok', False: 'FAIL', None: '-'}
     rows = [
         (verdict[check.passed], check.tier, check.tested, check.samples, check.found, check.finds)

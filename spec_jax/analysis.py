@@ -1,4 +1,4 @@
-"""The paper's equations in the paper's symbols, and the figures that counts stand for.
+"""The paper's equations in the paper's symbols, and figures from counts.
 
 alpha is the mean acceptance probability, gamma the draft length, c the time of a draft step over the time
 of a plain step of the target, c_hat the same ratio in arithmetic operations. Functions take numbers or
@@ -45,7 +45,7 @@ def operations_factor(alpha, gamma, c_hat):
 
 
 def best_gamma(alpha: float, c: float, max_gamma: int = 16) -> int:
-    """The gamma from 0 to `max_gamma` that Theorem 3.8 favours; 0 says that no draft length gains anything."""
+    """The gamma from 0 to `max_gamma` that is best by Theorem 3.8; 0 where no draft length gains."""
     gammas = np.arange(max_gamma + 1)
     return int(np.argmax(walltime_improvement(alpha, gammas, c)))
 

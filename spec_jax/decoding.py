@@ -155,7 +155,7 @@ def propose(target: Model, drafter: Drafter, state: SpecState, keys: Array, *, c
 def call_lengths(drafter: Drafter, batch: int, gamma: int) -> tuple[int, ...]:
     """The lengths of drafts for which a round has a target call, ascending; a shorter draft takes the next."""
     shape = drafter.shape(gamma)
-    return backend.call_lengths(shape.nodes) if batch == 1 and shape.may_be_empty else (shape.nodes,)
+    return backend.compiled_lengths(shape.nodes) if batch == 1 and shape.may_be_empty else (shape.nodes,)
 
 
 def target_call(target: Model, cache: Cache, context: Context, draft: Draft):

@@ -1,6 +1,6 @@
-"""Models and drafts whose distributions are written down in a table, and exact enumeration.
+"""Models and drafts whose distributions are given by a table, and exact enumeration.
 
-For tests, of this library and of anybody's own draft: what should come out is known in closed form.
+For tests of this library and of user-written drafts: the correct output distribution is known in closed form.
 
     target = TableModel.random(jax.random.key(0), vocab_size=5, order=2)
     drafter = ModelDrafter(TableModel.random(jax.random.key(1), vocab_size=5))
@@ -43,11 +43,11 @@ class TableCache:
     """Cache of a `TableModel`.
 
     Attributes:
-      own: a `KVCache` whose single layer of values, [B, 1, L, 1] int32, holds the tokens; no keys.
+      self_attention: a `KVCache` whose single layer of values, [B, 1, L, 1] int32, holds the tokens; no keys.
       table: [B] int32, which table a row reads.
     """
 
-    own: kv.KVCache
+    self_attention: kv.KVCache
     table: Array
 
 
@@ -55,18 +55,18 @@ class TableCache:
 class TableModel:
     """Next-token logits looked up by the last `order` tokens; text before the start token is start tokens.
 
-    The tokens are read back from a `KVCache`, through its mask and positions as attention would, so that a
-    cache at fault shows: a stale token gives another row of the table, and a query that sees anything
-    but one slot for each position up to its own gets NaN. As an encoder-decoder it begins with a start token, and
-    the prompt picks the table; `PromptedTable` goes on with the prompt itself.
+    The tokens are read back from a `KVCache`, through its mask and positions as attention would read them, so that
+    a wrong cache changes the output: a stale token gives another row of the table, and a query that does not see
+    exactly one slot for each position up to its own gets NaN. As an encoder-decoder it begins with a start token,
+    and the prompt selects the table; `PromptedTable` continues the prompt itself.
 
     Attributes:
       table: [R, V, ..., V] float32 logits, with one axis for each of the last `order` tokens, oldest first,
-        then one for the next token. The first token of a row's prompt, modulo R, picks its table.
+        then one for the next token. The first token of a row's prompt, modulo R, selects its table.
       start_id: the token that every output starts from (not part of the output).
       eos_id: the token that ends an output; -1 for texts that never end.
       pad_id: see `models.base.ModelSpec`.
-      feature_layers: each gives the hidden state, V numbers, as a feature; their values do not matter.
+      feature_layers: each gives the hidden state, V numbers, as a feature; the layer numbers are not used.
     """
 
     table: Array
@@ -77,7 +77,7 @@ class TableModel:
 
     @classmethod
     def random(cls, key: Array, vocab_size: int, *, order=1, num_tables=1, scale=1.5, **ids) -> TableModel:
-        """Normally distributed logits; the larger `scale`, the surer the model."""
+        """Normally distributed logits; the larger `scale`, the more peaked the distributions."""
         shape = (num_tables,) + (vocab_size,) * (order + 1)
         return cls(scale * jax.random.normal(key, shape), **ids)
 
@@ -90,7 +90,7 @@ class TableModel:
     @classmethod
     def from_texts(cls, texts: Sequence[Sequence[int]], vocab_size: int, *, sure=10.0, **ids) -> TableModel:
         """Table r's greedy output is `texts[r]`, whose tokens are all different and not `start_id`; a token
-        that is followed by nothing is followed by the smallest id. `sure` is the logit of the right token
+        that is followed by nothing is followed by the smallest id. `sure` is the logit of the correct token
         among zeros."""
         table = np.zeros((len(texts), vocab_size, vocab_size), np.float32)
         for row, text in zip(table, texts, strict=True):
@@ -116,28 +116,28 @@ class TableModel:
         return Prefill(Context(tokens, start=one, length=one), self.empty_cache(inputs, 1 + num_slots))
 
     def empty_cache(self, inputs: Inputs, num_tokens: int) -> TableCache:
-        own = kv.init(1, inputs.tokens.shape[0], 1, num_tokens, 1, jnp.int32)
-        return TableCache(own, inputs.tokens[:, 0] % self.table.shape[0])
+        slots = kv.init(1, inputs.tokens.shape[0], 1, num_tokens, 1, jnp.int32)
+        return TableCache(slots, inputs.tokens[:, 0] % self.table.shape[0])
 
     def decode(self, block: Block, cache: TableCache) -> tuple[Array, Array | None, TableCache]:
         tokens, positions = block.tokens, block.positions
-        own = kv.store(cache.own, 0, tokens[:, None, None], tokens[:, None, :, None])
-        seen = kv.visible(own, block)  # [B, T, L]
-        slots = kv.slot_positions(own, block)[:, None]
+        stored = kv.store(cache.self_attention, 0, tokens[:, None, None], tokens[:, None, :, None])
+        seen = kv.visible(stored, block)  # [B, T, L]
+        slots = kv.slot_positions(stored, block)[:, None]
 
         index = [jnp.broadcast_to(cache.table[:, None], tokens.shape)]  # [B, T] for each axis of the table
         sound = seen.sum(-1) == positions + 1
         for back in reversed(range(self.order)):
             match = seen & (slots == (positions - back)[:, :, None])
-            token = jnp.where(match, own.values[0][:, :, :, 0], 0).sum(-1)
+            token = jnp.where(match, stored.values[0][:, :, :, 0], 0).sum(-1)
             before_start = positions < back
             index.append(jnp.where(before_start, self.start_id, token))
             sound &= before_start | (match.sum(-1) == 1)
-        sound |= positions < 0  # a filler's own output is nobody's concern
-        hidden = self.table.at[tuple(index)].get(mode='clip')  # an id that this table lacks reads as its last
+        sound |= positions < 0  # the output at a filler is not used
+        hidden = self.table.at[tuple(index)].get(mode='clip')  # an id outside the table reads its last row
         hidden = jnp.where(sound[:, :, None], hidden, jnp.nan)
         features = jnp.tile(hidden, len(self.feature_layers)) if self.feature_layers else None
-        return hidden, features, cache.replace(own=own)
+        return hidden, features, cache.replace(self_attention=stored)
 
     def logits(self, hidden: Array) -> Array:
         return hidden
@@ -146,7 +146,7 @@ class TableModel:
         return jax.nn.one_hot(tokens, self.vocab_size)
 
     def keep(self, cache: TableCache, nodes: Array | None, length: Array) -> TableCache:
-        return cache.replace(own=kv.keep(cache.own, nodes, length))
+        return cache.replace(self_attention=kv.keep(cache.self_attention, nodes, length))
 
 
 @flax.struct.dataclass
@@ -167,7 +167,7 @@ class PromptedTable(TableModel):
 
 @flax.struct.dataclass
 class ModelWrapper:
-    """Hands everything on to `model`; subclasses change one thing."""
+    """Passes every call on to `model`; subclasses change one method."""
 
     model: Model
 
@@ -204,7 +204,7 @@ class NanAt(ModelWrapper):
 
 
 class TraceCounter:
-    """How often the model that it is given to was traced; one counter may serve many models."""
+    """Counts the traces of the models that it is given to."""
 
     def __init__(self):
         self.count = 0
@@ -226,13 +226,13 @@ class Traced(ModelWrapper):
 
 @flax.struct.dataclass
 class ScriptedDrafter:
-    """Proposes what is written down, whatever the text says so far.
+    """Proposes the tokens of a script, whatever the text so far.
 
     Attributes:
-      tokens: [R, N] int32, the guess for each place of the output; the first token of a row's prompt,
-        modulo R, picks its script. Behind the end of a script its last column is repeated.
-      probs: [R, N, V] float32, said to be what each token was sampled from, true or not; None for q one-hot.
-      lengths: [R, N] int32, how many tokens are meant by a proposal that begins at a place; None for all.
+      tokens: [R, N] int32, the proposal for each place of the output; the first token of a row's prompt,
+        modulo R, selects its script. After the end of a script its last column is repeated.
+      probs: [R, N, V] float32, reported as the q of each token, correct or not; None for q one-hot.
+      lengths: [R, N] int32, how many tokens are valid in a proposal that begins at a place; None for all.
     """
 
     tokens: Array
@@ -271,15 +271,15 @@ def prompts(first: Sequence[int]) -> Inputs:
 def next_distributions(
     model: Model, prompt: Inputs, length: int, sampling: SamplingConfig
 ) -> list[np.ndarray]:
-    """Everything that a model can say in `length` tokens, by running it on every text of that length.
+    """A model's distributions over texts of `length` tokens, by running it on every text of that length.
 
     Args:
       model: with a V so small that V ** length texts can be enumerated.
       prompt: of one row.
 
     Returns:
-      `length` arrays; the i-th, [V] * (i + 1) float32, is the distribution of the token behind i given
-      tokens. Texts go on behind an EOS; see `joint`.
+      `length` arrays; the i-th, [V] * (i + 1) float32, is the distribution of the token after i given
+      tokens. Texts continue after an EOS; see `joint`.
     """
     vocab_size = model.spec.vocab_size
     tokens = np.array(list(itertools.product(range(vocab_size), repeat=length - 1)), np.int32)
@@ -311,7 +311,7 @@ def enumerate_round(p: Sequence[np.ndarray], q: Sequence[np.ndarray]) -> list[np
 
     Returns:
       G + 1 arrays; the i-th, [V] * (i + 1) float64, is the probability that i draft tokens are accepted
-      and these i + 1 tokens emitted. All together sum to 1; `complete` says what they should be.
+      and these i + 1 tokens emitted. All together sum to 1; `complete` compares them with the target.
     """
     emitted = []
     reach = np.ones(())  # [V] * i: these i tokens were drafted, and all passed
@@ -325,7 +325,7 @@ def enumerate_round(p: Sequence[np.ndarray], q: Sequence[np.ndarray]) -> list[np
 
 
 def complete(emitted: Sequence[np.ndarray], p: Sequence[np.ndarray]) -> np.ndarray:
-    """The joint distribution of G + 1 tokens when the target goes on behind what a round emitted.
+    """The joint distribution of G + 1 tokens when the target continues what a round emitted.
 
     Speculative decoding is exact when this equals `joint(p)`.
 
@@ -347,7 +347,7 @@ def joint(p: Sequence[np.ndarray], eos_id: int = -1, pad_id: int = 0) -> np.ndar
 
     Args:
       p: as `next_distributions` returns.
-      eos_id: behind it only `pad_id` comes; -1 for texts that never end.
+      eos_id: only `pad_id` follows it; -1 for texts that never end.
 
     Returns:
       [V] * len(p) float64.
@@ -371,15 +371,15 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
     """Pearson's test of counts against probabilities, both of the same shape.
 
     Returns:
-      The p-value; 0 where something of probability 0 was counted. The rarest cells are taken together, so
-      that at least 5 are expected in each.
+      The p-value; 0 where a cell of probability 0 has a count. The rarest cells are pooled, so that at least 5
+      are expected in each.
     """
     counts, probs = np.ravel(counts).astype(np.float64), np.ravel(probs).astype(np.float64)
     if counts[probs == 0].any():
         return 0.0
     order = np.argsort(-probs)
     counts, expected = counts[order], counts.sum() * probs[order] / probs.sum()
-    rarer = np.append(expected[:0:-1].cumsum()[::-1], 0)  # expected in all cells behind one
+    rarer = np.append(expected[:0:-1].cumsum()[::-1], 0)  # expected in all cells after each
     kept = (expected >= 5) & ((rarer >= 5) | (rarer == 0))
     counts = np.append(counts[kept], counts[~kept].sum())
     expected = np.append(expected[kept], expected[~kept].sum())

@@ -128,10 +128,10 @@ def test_tasks_have_t5s_prefixes_and_the_data_sets_keys():
 @pytest.mark.parametrize(
     'name, message',
     [
-        ('t5_large.py:xsum', "expected one of wmt_ende, cnndm behind the colon; got 'xsum'"),
-        ('t5_pair.py:xsum', "expected one of wmt_ende, cnndm behind the colon; got 'xsum'"),
-        ('t5_v1_0_11b_cnndm.py:xl', "expected one of small, base, large behind the colon; got 'xl'"),
-        ('t5_v1_1_xxl_wmt_ende.py:xl', "expected one of small, base, large behind the colon; got 'xl'"),
+        ('t5_large.py:xsum', "expected one of wmt_ende, cnndm after the colon; got 'xsum'"),
+        ('t5_pair.py:xsum', "expected one of wmt_ende, cnndm after the colon; got 'xsum'"),
+        ('t5_v1_0_11b_cnndm.py:xl', "expected one of small, base, large after the colon; got 'xl'"),
+        ('t5_v1_1_xxl_wmt_ende.py:xl', "expected one of small, base, large after the colon; got 'xl'"),
     ],
 )
 def test_the_argument_after_the_colon_is_checked(name, message):

@@ -441,7 +441,9 @@ def test_a_sampled_draft_without_its_distributions_is_refused():
 
     drafter = Sampled(Draft(TOKENS, None, LENGTH))
     speculate(random_model(0), drafter)  # greedy, q is one-hot
-    with pytest.raises(ValueError, match='Draft.probs: expected the distributions that tokens were sampled from'):
+    with pytest.raises(
+        ValueError, match='Draft.probs: expected the distributions that tokens were sampled from'
+    ):
         speculate(random_model(0), drafter, sampling=SAMPLED)
 
 

@@ -94,7 +94,7 @@ def test_caches_after_uneven_rollback_equal_a_fresh_prefill_of_the_output(target
     state, logits = run(target, drafter, rounds=6)
     assert len(set(state.context.length.tolist())) == 3  # no two rows alike
     np.testing.assert_allclose(logits, next_from_scratch(target, state.context), atol=1e-4)
-    np.testing.assert_array_equal(state.target_cache.own.length, state.context.length - 1)
+    np.testing.assert_array_equal(state.target_cache.self_attention.length, state.context.length - 1)
     with backend.tracing_for('gpu'):
         draft = propose(drafter, state)  # by steps over two tokens, where the rounds so far looked at one
     context = state.context

@@ -134,8 +134,9 @@ def test_04_neither_text_nor_cache_overruns_the_limit():
         state, logits = jax.tree.map(np.asarray, (end[0].replace(keys=()), end[1]))
         text = state.context.tokens[:, : limit + 1]  # with the start token
         np.testing.assert_array_equal(state.context.length, limit + 1)
-        np.testing.assert_array_equal(state.target_cache.own.length, limit)
-        np.testing.assert_array_equal(state.target_cache.own.values[0][:, 0, 1 : limit + 1, 0], text[:, :-1])
+        attention = state.target_cache.self_attention
+        np.testing.assert_array_equal(attention.length, limit)
+        np.testing.assert_array_equal(attention.values[0][:, 0, 1 : limit + 1, 0], text[:, :-1])
         np.testing.assert_array_equal(
             logits, np.asarray(target.table)[np.arange(ROWS), text[:, -2], text[:, -1]]
         )

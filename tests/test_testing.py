@@ -84,8 +84,9 @@ def test_a_cache_that_is_off_by_one_gives_nan(length):
 
 def test_a_stale_token_gives_another_row_of_the_table():
     cache = cache_of(4)
-    stale = cache.own.values[0].at[1, 0, 4, 0].set(0)
-    hidden, _ = read(MODEL, cache.replace(own=cache.own.replace(values=(stale,))), *block(4, 5))
+    stale = cache.self_attention.values[0].at[1, 0, 4, 0].set(0)
+    attention = cache.self_attention.replace(values=(stale,))
+    hidden, _ = read(MODEL, cache.replace(self_attention=attention), *block(4, 5))
     np.testing.assert_array_equal(hidden[1, 0], MODEL.table[1, 0, TEXT[1, 4]])
 
 

@@ -1,4 +1,4 @@
-"""One suite that every draft passes, shipped or anybody's own.
+"""One test suite for every drafter, shipped or user-written.
 
     from spec_jax import conformance
 
@@ -11,11 +11,11 @@
         assert result.passed, result.detail
 
 or, all of them at once, `for result in conformance.check(make): print(result)`. A draft that is sometimes right is
-tested best: each detail says how often it was. The suite takes about half a minute on one core, nearly all of it
-compilation. Seeds are fixed: what passed passes again.
+tested best: each detail has its acceptances. The suite takes about half a minute on one core, nearly all of it
+compilation. Seeds are fixed, so results repeat.
 
-The targets are tables of order 2, one for each token of the vocabulary; a prompt's first token picks its table. So
-the right answer is known in closed form, and a cache at fault shows.
+The targets are tables of order 2, one for each token of the vocabulary; a prompt's first token selects its table.
+So the correct distribution is known in closed form, and a wrong cache changes the output.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ CHECKS: dict[str, Callable[[Make], Result]] = dict(
 
 
 def check(make: Make, make_same: Make | None = None, progress=iter) -> list[Result]:
-    """Puts a draft through all of `CHECKS`.
+    """Runs all of `CHECKS` on a draft.
 
     Args:
       make: TableModel -> Drafter, called by each check.
-      make_same: the same for `acceptance_of_1`, where the draft can be the target itself; left out if None.
+      make_same: the same for `acceptance_of_1`, where the draft can be the target itself; None skips that check.
       progress: wraps the list of checks, for instance tqdm.
     """
     checks = [partial(one, make) for one in CHECKS.values()]

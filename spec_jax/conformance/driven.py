@@ -1,4 +1,4 @@
-"""Rounds whose verdict is written down, so that a draft is in any state that a loop can put it in.
+"""Rounds with a scripted verdict, which bring a drafter into any state that the loop can.
 
 Axes: B rows, G draft length, R rounds.
 """
@@ -27,7 +27,7 @@ from spec_jax.verification import Scores, chain_verification
 
 @dataclasses.dataclass(frozen=True)
 class WrittenRule:
-    """Of row b's draft the first accept[b] tokens pass, and extra[b] follows them; to be made within a program."""
+    """A scripted verdict: the first accept[b] tokens of row b pass, and extra[b] follows; to be made in a trace."""
 
     accept: Array
     extra: Array
@@ -42,7 +42,7 @@ class WrittenRule:
 
 @flax.struct.dataclass
 class Watched:
-    """Hands everything on to a drafter, and leaves a round's proposal in the state that comes out of it."""
+    """Wraps a drafter, and returns each round's proposal within its state."""
 
     drafter: Drafter
 
@@ -63,7 +63,7 @@ class Watched:
 def watched_step(
     target: Model, drafter: Drafter, state: SpecState, *, config: DecodeConfig
 ) -> tuple[Draft, SpecState]:
-    """`decoding.speculative_step`, and what was proposed in it."""
+    """`decoding.speculative_step`, with the draft that was proposed in it."""
     state = decoding.speculative_step(target, Watched(drafter), state, config=config)
     draft_state, draft = state.draft_state
     return draft, state.replace(draft_state=draft_state)
@@ -91,13 +91,13 @@ def drive(
     """The draft of each of R rounds, in NumPy.
 
     Args:
-      target: gives the hidden states; its EOS ends no text here.
-      drafter: in question.
+      target: gives the hidden states; its EOS does not end a text here.
+      drafter: the one to test.
       inputs: of B rows.
       keys: [B].
-      accept: [R, B] int32, how many draft tokens pass; no more than are valid do.
+      accept: [R, B] int32, how many draft tokens pass, at most those that are valid.
       extra: [R, B] int32, the token that follows them.
-      config: gamma, and a sampling that is handed to the draft.
+      config: gamma, and the sampling that the drafter gets.
     """
     config = dataclasses.replace(config, max_new_tokens=len(accept) * (config.gamma + 1) + 1)
     target = endless(target)
@@ -109,7 +109,7 @@ def drive(
 
 
 def uneven_script() -> tuple[np.ndarray, np.ndarray]:
-    """`accept` and `extra` of 8 rows and 6 rounds: rows 0 .. 3 always accept 0 .. 3 tokens, others by turns."""
+    """`accept` and `extra` of 8 rows and 6 rounds: rows 0 .. 3 always accept 0 .. 3 tokens, the others vary."""
     turn, row = np.arange(6)[:, None], np.arange(8)
     accept = np.where(row <= GAMMA, row, row + turn) % (GAMMA + 1)
     return accept.astype(np.int32), np.random.default_rng(1).integers(2, V, (6, 8)).astype(np.int32)

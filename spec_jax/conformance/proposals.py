@@ -35,7 +35,7 @@ from spec_jax.testing import TableModel, chi_square, complete, enumerate_round, 
 from spec_jax.types import Draft
 from spec_jax.verification import residual_distribution
 
-_SHARP = SamplingConfig(temperature=0.8, top_k=4)  # a draft that forgets either of the two shows
+_SHARP = SamplingConfig(temperature=0.8, top_k=4)  # a draft that ignores either of the two fails
 _EXACT = 1e-6  # of probabilities, against a closed form
 _SUM = 1e-5  # of probabilities in float32
 _BINS = 8
@@ -75,7 +75,7 @@ def _trace(target, drafter, gamma, sampling) -> None:
 
 
 def _sound(draft: Draft, where: str) -> None:
-    """Raises where a draft is none."""
+    """Raises where a draft is invalid."""
     gamma = draft.tokens.shape[1]
     if not ((draft.length >= 0) & (draft.length <= gamma)).all():
         raise Fault(f'{where}: expected Draft.length from 0 to {gamma}, got {_some(draft.length)}')
@@ -99,19 +99,19 @@ def _some(values: np.ndarray) -> str:
     return ', '.join(f'{value:.6g}' for value in np.unique(values)[:4])
 
 
-# --- many proposals behind every context --------------------------------------------------------------------
+# --- many proposals after every context ---------------------------------------------------------------------
 
 
 def _proposals(make: Make) -> tuple[TableModel, list[tuple[np.ndarray, Draft]]]:
-    """What is proposed behind every text of up to 2 tokens, under `_SHARP`.
+    """The proposals after every text of up to 2 tokens, under `_SHARP`.
 
     Returns:
       The target; and for 0, 1 and 2 tokens the contexts [B, 3], a prompt's first token and the last two tokens of
-      the text, with the `Draft` behind each.
+      the text, with the `Draft` after each.
     """
     target, row = table_target(SMALL_V), np.arange(SAMPLES)
     prompt, first, second = (row // SMALL_V**i % SMALL_V for i in range(3))
-    extra = np.stack([first, second, second]).astype(np.int32)  # what the draft says is never accepted
+    extra = np.stack([first, second, second]).astype(np.int32)  # draft tokens are never accepted
     inputs, keys = prompts(prompt, SMALL_V), row_keys(jax.random.key(2), row)
     config = DecodeConfig(SMALL_GAMMA, LIMIT, _SHARP)
     drafts = drive(target, make(target), inputs, keys, np.zeros_like(extra), extra, config=config)
@@ -124,7 +124,7 @@ def _proposals(make: Make) -> tuple[TableModel, list[tuple[np.ndarray, Draft]]]:
 
 @checked
 def closed_form(make: Make) -> str:
-    """The reported q, enumerated: behind each context a round emits the target's distribution, to 1e-6."""
+    """The reported q, enumerated: after each context a round emits the target's distribution, to 1e-6."""
     target, proposals = _proposals(make)
     table = table_probs(target, _SHARP)
     largest, number, singles = 0.0, 0, 0
@@ -139,12 +139,12 @@ def closed_form(make: Make) -> str:
             number += 1
             if not deviation <= _EXACT:  # so NaN fails
                 raise Fault(
-                    f'behind {text.tolist()} with prompt {context[0]}: expected a round to emit the '
+                    f'after {text.tolist()} with prompt {context[0]}: expected a round to emit the '
                     f"target's distribution within {_EXACT:g}, it is off by {deviation:.2g}: q is no distribution"
                 )
             largest = max(largest, deviation)
-    how = f', {singles} token by token, since q is no function of the text' if singles else ''
-    return f'{number} contexts, {SMALL_GAMMA} draft tokens{how}: largest deviation {largest:.1g}'
+    exceptions = f', {singles} token by token, since q is no function of the text' if singles else ''
+    return f'{number} contexts, {SMALL_GAMMA} draft tokens{exceptions}: largest deviation {largest:.1g}'
 
 
 def _fields(draft: Draft):
@@ -158,9 +158,9 @@ def _q(draft: Draft) -> np.ndarray:
 
 
 def _of_chain(draft: Draft, p: list[np.ndarray]) -> float | None:
-    """The deviation of a round behind one context; None where q is no function of context and prefix.
+    """The deviation of a round after one context; None where q is not a function of context and prefix.
 
-    Behind a prefix that was never drafted, p stands for q: it has next to no weight.
+    After a prefix that was never drafted, p is used for q: it has almost no weight.
     """
     length = int(draft.length[0])
     if (draft.length != length).any():
@@ -176,9 +176,9 @@ def _of_chain(draft: Draft, p: list[np.ndarray]) -> float | None:
 
 
 def _of_single_tokens(draft: Draft, table: np.ndarray, text: np.ndarray) -> float:
-    """The largest deviation of rounds of one token, each with a q as it was reported; table [V, V, V]."""
-    behind = np.concatenate([np.broadcast_to(text, (len(draft.tokens), 2)), draft.tokens], axis=1)
-    p, q = table[behind[:, :-2], behind[:, 1:-1]], _q(draft)  # [B, G, V]
+    """The largest deviation of rounds of one token, each with the q reported for it; table [V, V, V]."""
+    texts = np.concatenate([np.broadcast_to(text, (len(draft.tokens), 2)), draft.tokens], axis=1)
+    p, q = table[texts[:, :-2], texts[:, 1:-1]], _q(draft)  # [B, G, V]
     passed = np.minimum(p, q)
     rejected = (q - passed).sum(-1, keepdims=True)
     emitted = passed + rejected * np.asarray(residual_distribution(jnp.asarray(p), jnp.asarray(q)))
@@ -190,12 +190,12 @@ def _of_single_tokens(draft: Draft, table: np.ndarray, text: np.ndarray) -> floa
 def tokens_follow_q(make: Make) -> str:
     """Each token, given those before it, is drawn from the q that is reported for it.
 
-    By `scoring.cumulative_place`: under the q reported, the places of a draft's tokens are uniform, and
-    independent of each other, whatever q is; their cells are counted together.
+    By `scoring.cumulative_place`: under the reported q, the places of a draft's tokens are uniform and independent
+    of each other, whatever q is; their cells are counted jointly.
     """
     _, proposals = _proposals(make)
     if proposals[0][1].probs is None:
-        return 'deterministic: q is one-hot by definition, and there is nothing else that it could be'
+        return 'deterministic: q is one-hot by definition'
     random, counts = np.random.default_rng(3), np.zeros((_BINS,) * SMALL_GAMMA)
     for contexts, draft in proposals:
         below, mass = map(np.asarray, cumulative_place(draft.probs, draft.tokens))
@@ -203,7 +203,7 @@ def tokens_follow_q(make: Make) -> str:
         if (impossible := valid & ~(mass > 0)).any():
             row, i = np.argwhere(impossible)[0]
             raise Fault(
-                f'token {draft.tokens[row, i]} was proposed behind {contexts[row, 1:].tolist()}, and its q is '
+                f'token {draft.tokens[row, i]} was proposed after {contexts[row, 1:].tolist()}, and its q is '
                 f'{mass[row, i]:g}: expected Draft.probs to be the array that each token was drawn from'
             )
         even = random.random(mass.shape)
@@ -211,11 +211,11 @@ def tokens_follow_q(make: Make) -> str:
         np.add.at(counts, tuple(np.clip(place.T * _BINS, 0, _BINS - 1).astype(int)), 1)
     samples = int(counts.sum())
     p_value = chi_square(counts, np.full(counts.shape, 1 / counts.size))
-    what = f'{samples} proposals of {SMALL_GAMMA} tokens behind all texts of up to 2 tokens'
+    what = f'{samples} proposals of {SMALL_GAMMA} tokens after all texts of up to 2 tokens'
     if not p_value >= statistics.FAILS_BELOW:
         raise Fault(
             f'{what}: tokens do not follow the q reported for them, p = {p_value:.1g}: expected Draft.probs to be '
             'the array that each token was drawn from'
         )
-    found = statistics.detectable(samples, counts.size - 1)
-    return f'{what}: p = {p_value:.2g}; {found:.1%} of the probability in wrong places would be found'
+    detectable = statistics.detectable(samples, counts.size - 1)
+    return f'{what}: p = {p_value:.2g}; {detectable:.1%} of the probability in wrong places would be found'

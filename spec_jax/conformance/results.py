@@ -1,4 +1,4 @@
-"""What a check is: a function of a draft's maker that gives one `Result`, whatever the draft does."""
+"""A check: a function that takes a drafter's maker and returns one `Result`, whatever the drafter does."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LONGEST = 400  # characters of an error
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
       name: of the check.
       passed: whether the draft conforms.
-      detail: one line: what was tested, on how many samples, and what was found.
+      detail: one line: what was tested, on how many samples, and the result.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Fault(Exception):
 
 
 def checked(function: Callable[[Make], str]) -> Callable[[Make], Result]:
-    """Makes a check of a function that returns its detail or raises: `Fault`, or whatever a draft may raise."""
+    """Makes a check of a function that returns its detail or raises `Fault` or any exception of a drafter."""
 
     @functools.wraps(function)
     def run(make: Make) -> Result:
@@ -44,7 +44,7 @@ def checked(function: Callable[[Make], str]) -> Callable[[Make], Result]:
             return Result(function.__name__, True, function(make))
         except Fault as fault:
             return Result(function.__name__, False, str(fault))
-        except Exception as error:  # a draft is anybody's code
+        except Exception as error:  # a user's drafter can raise anything
             message = ' '.join(str(error).split())[:_LONGEST]
             return Result(function.__name__, False, f'{type(error).__name__}: {message}')
 

@@ -1,4 +1,4 @@
-"""Checks of the loop's bookkeeping, by watching every round: where texts end, how long they get, what is counted.
+"""Checks of the loop's bookkeeping, round by round: where texts end, how long they get, what is counted.
 
 Axes: B rows, G draft length, R rounds, V vocabulary.
 """
@@ -59,7 +59,7 @@ def _watched(target: TableModel, drafter: Drafter, eos: int = EOS, limit: int = 
 
 @checked
 def eos_in_every_place(make: Make) -> str:
-    """A text that may end is the one that may not, cut behind its first EOS, wherever in a block that stands."""
+    """A text with an EOS is the text without one, cut after its first EOS, at any place in a block."""
     target = table_target(V)
     drafter = make(target)
     whole, _, _ = _watched(target, drafter, eos=-1)
@@ -91,7 +91,7 @@ def eos_in_every_place(make: Make) -> str:
 
 @checked
 def length_limits(make: Make) -> str:
-    """At each limit from 1 to 2 gamma + 2 a text is the beginning of the longer one, and no longer than that."""
+    """At each limit from 1 to 2 gamma + 2 a text has that length, and is the beginning of the longer one."""
     target = table_target(V)
     drafter = make(target)
     whole, _, _ = _watched(target, drafter, eos=-1)
@@ -111,7 +111,7 @@ def length_limits(make: Make) -> str:
 
 @checked
 def honest_counts(make: Make) -> str:
-    """The counts of `generate`, recounted by their definitions from what was proposed and what came out."""
+    """The counts of `generate`, recounted by their definitions from the proposals and the output."""
     target = table_target(V)
     drafter, (inputs, keys) = make(target), rows()
     output = decode(ending(target), drafter, inputs, keys)

@@ -22,8 +22,8 @@ from spec_jax.state import Output
 from spec_jax.testing import ModelWrapper, TableModel
 from spec_jax.types import Inputs
 
-V, EOS, ROWS, GAMMA, LIMIT = 8, 1, 128, 3, 24  # where each row is looked at
-SMALL_V, SMALL_GAMMA, SAMPLES = 5, 2, 20_000  # where texts are counted: a batch has many of each
+V, EOS, ROWS, GAMMA, LIMIT = 8, 1, 128, 3, 24  # for checks of each row
+SMALL_V, SMALL_GAMMA, SAMPLES = 5, 2, 20_000  # for checks that count texts: a batch has many of each
 SAMPLED = SamplingConfig()
 CONFIG = DecodeConfig(GAMMA, LIMIT, SAMPLED)
 
@@ -40,7 +40,7 @@ class Ending(ModelWrapper):
 
 
 def table_target(vocab_size: int) -> TableModel:
-    """A table for each token; its EOS is rather likely."""
+    """A target with a table for each token; its EOS has a raised probability."""
     model = TableModel.random(jax.random.key(7), vocab_size, order=2, num_tables=vocab_size, eos_id=EOS)
     return model.replace(table=model.table.at[..., EOS].add(0.5))
 
@@ -61,7 +61,7 @@ def table_probs(target: TableModel, sampling: SamplingConfig) -> np.ndarray:
 
 
 def prompts(first: np.ndarray, vocab_size: int) -> Inputs:
-    """A prompt of 1 .. 6 tokens for each of `first` [B] int, with which it begins, and always the same for it."""
+    """A prompt of 1 .. 6 tokens for each of `first` [B] int, its first token; equal for equal first tokens."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, vocab_size, (vocab_size, 6)).astype(np.int32)[first]
     tokens[:, 0] = first
@@ -70,7 +70,7 @@ def prompts(first: np.ndarray, vocab_size: int) -> Inputs:
 
 
 def rows(num: int = ROWS) -> tuple[Inputs, Array]:
-    """The prompts and keys of the rows that are looked at."""
+    """The prompts and keys of the checked rows."""
     return prompts(np.arange(num) % V, V), row_keys(jax.random.key(0), np.arange(num))
 
 
@@ -80,11 +80,11 @@ def take(tree, index):
 
 
 def decode(target: Ending, drafter: Drafter, inputs: Inputs, keys: Array, sampling=SAMPLED) -> Output:
-    """`generate` at the shared sizes; arrays of NumPy."""
+    """`generate` at the shared sizes; NumPy arrays."""
     output = generate(target, drafter, inputs, keys, dataclasses.replace(CONFIG, sampling=sampling))
     return jax.tree.map(np.asarray, output)
 
 
 def acceptances(stats) -> str:
-    """How often the draft was right, for a detail."""
+    """The accepted lengths, for a detail."""
     return f'rounds by number of accepted tokens: {np.asarray(stats.histogram).sum(0).tolist()}'

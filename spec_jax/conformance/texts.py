@@ -1,4 +1,4 @@
-"""Checks of what the compiled loop writes with a draft: which texts, how often, and whether rows are alone in it.
+"""Checks of the compiled loop's output with a draft: the texts, their distribution, and independence of rows.
 
 Axes: B rows, G draft length, V vocabulary.
 """
@@ -45,7 +45,7 @@ _TEXT = 4  # tokens of the texts that are counted
 
 @checked
 def greedy_identity(make: Make) -> str:
-    """At temperature 0 the output is the target's own, token for token."""
+    """At temperature 0 the output is that of plain decoding, token for token."""
     target = table_target(V)
     drafter, (inputs, keys) = make(target), rows()
     for eos in EOS, -1:
@@ -59,7 +59,7 @@ def greedy_identity(make: Make) -> str:
 
 
 def _greedy_text(table: np.ndarray, eos: int) -> list[int]:
-    """The likeliest tokens by a table [V, V, V]."""
+    """The most probable tokens by a table [V, V, V]."""
     text = [0, 0]  # start tokens
     while len(text) < LIMIT + 2 and (len(text) == 2 or text[-1] != eos):
         text.append(int(table[text[-2], text[-1]].argmax()))
@@ -68,7 +68,7 @@ def _greedy_text(table: np.ndarray, eos: int) -> list[int]:
 
 @checked
 def joint_distribution(make: Make) -> str:
-    """What the compiled loop samples, counted against the probability of every text."""
+    """The texts that the compiled loop samples, counted against the probability of every text."""
     target = table_target(SMALL_V)
     first = np.arange(SAMPLES) % 2 + 2  # two tables side by side
     drafter, inputs = make(target), prompts(first, SMALL_V)
@@ -90,10 +90,10 @@ def joint_distribution(make: Make) -> str:
             raise Fault(
                 f"{samples} texts: tokens {[*kept]} are not distributed as the target's, p = {p_value:.1g}"
             )
-    found = statistics.detectable(samples, int((samples * probs >= 5).sum()))
+    detectable = statistics.detectable(samples, int((samples * probs >= 5).sum()))
     return (
-        f'{samples} texts of {_TEXT} tokens: lowest p = {lowest:.2g} of 3; {found:.1%} of the probability in wrong '
-        f'places would be found; {acceptances(output.stats)}'
+        f'{samples} texts of {_TEXT} tokens: lowest p = {lowest:.2g} of 3; {detectable:.1%} of the probability in '
+        f'wrong places would be found; {acceptances(output.stats)}'
     )
 
 
@@ -101,7 +101,7 @@ def joint_distribution(make: Make) -> str:
 
 
 def _valid(draft: Draft) -> Draft:
-    """With zeros from `length` on, where nothing is valid."""
+    """The draft with zeros from `length` on, where tokens are not valid."""
     inside = np.arange(draft.tokens.shape[1]) < draft.length[:, None]
     probs = None if draft.probs is None else np.where(inside[..., None], draft.probs, 0)
     return Draft(np.where(inside, draft.tokens, 0), probs, draft.length)
@@ -109,7 +109,7 @@ def _valid(draft: Draft) -> Draft:
 
 @checked
 def uneven_batches(make: Make) -> str:
-    """Rows that accept 0 .. gamma tokens in one batch propose, and write, what each of them does alone."""
+    """Rows that accept 0 .. gamma tokens in one batch propose and emit the same as each of them alone."""
     target = table_target(V)
     drafter, (inputs, keys) = make(target), rows()
     script, few = uneven_script(), np.arange(8)
@@ -126,14 +126,14 @@ def uneven_batches(make: Make) -> str:
     batch = decode(ending(target, -1), drafter, inputs, keys)
     _equal_alone(target, drafter, inputs, keys, batch, few)
     return (
-        f'8 rows in {len(together)} rounds of written-down acceptances 0 .. {GAMMA}, and 8 texts of the loop, '
+        f'8 rows in {len(together)} rounds of scripted acceptances 0 .. {GAMMA}, and 8 texts of the loop, '
         f'equal those alone; the loop: {acceptances(batch.stats)}'
     )
 
 
 @checked
 def seeds(make: Make) -> str:
-    """A row's text depends on its own prompt and key: not on the batch, its order, or who else is in it."""
+    """A row's text depends on its prompt and key only, not on the batch, its order, or the other rows."""
     target, every, even = table_target(V), np.arange(ROWS), np.arange(0, ROWS, 2)
     drafter, (inputs, keys) = make(target), rows()
     run = partial(decode, ending(target, -1), drafter)
@@ -154,7 +154,7 @@ def seeds(make: Make) -> str:
 
 
 def _same(one, other) -> bool:
-    """Equal integers, and floats but for rounding, which may change with the number of rows."""
+    """Equal integers, and floats equal up to rounding, which may change with the number of rows."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(np.allclose(x, y, atol=1e-4 if x.dtype.kind == 'f' else 0, rtol=0) for x, y in pairs)
 
@@ -166,9 +166,9 @@ def _equal_alone(target, drafter, inputs, keys, batch: Output, some: Iterable[in
 
 
 def _equal_row(one: Output, i: int, batch: Output, row: int, where: str) -> None:
-    """Raises where row i of one output is not that row of the batch, in its tokens or in its counts.
+    """Raises where row i of one output differs from that row of the batch, in its tokens or in its counts.
 
-    But for `Stats.calls`, which are the loop's affair: a row alone may have calls over fewer rows.
+    `Stats.calls` is not compared: a row alone may have calls over fewer rows.
     """
     one, other = take(one, [i]), take(batch, [row])
     if not _same(one.tokens, other.tokens):
@@ -187,10 +187,10 @@ def _equal_row(one: Output, i: int, batch: Output, row: int, where: str) -> None
 
 @checked
 def acceptance_of_1(make_same: Make) -> str:
-    """With the target itself as the draft all tokens are accepted in every round; none of `CHECKS`.
+    """With the target itself as the draft all tokens are accepted in every round; not one of `CHECKS`.
 
     Args:
-      make_same: TableModel -> the draft whose q is that model's own p.
+      make_same: TableModel -> the draft whose q is that model's p.
     """
     target = table_target(V)
     drafter, (inputs, keys) = make_same(target), rows()

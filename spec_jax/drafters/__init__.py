@@ -1,1 +1,1 @@
-"""Ways of drafting: `base.py` says what the loop asks of a draft; each other file is one, `build.py` names them."""
+"""Ways of drafting: `base.py` has the drafter's interface, each other file one drafter, `build.py` their names."""

@@ -1,7 +1,7 @@
-"""What the decoding loop asks of a draft.
+"""The interface between the decoding loop and a drafter.
 
 A drafter is a pytree, as a model is: arrays are leaves and enter `jax.jit` as arguments, all else is static. Its
-methods are pure and are traced once. Any class with these members will do.
+methods are pure and are traced once. Any class with these members can be used.
 
 Axes: B rows, G draft depth, N nodes of a draft, V vocabulary, D model width, F feature width.
 """
@@ -26,7 +26,9 @@ class DraftShape:
     nodes: int  # N, tokens of a draft
     depth: int  # G, most of them that can be accepted in one round
     deterministic: bool = False  # whether `Draft.probs` is None at any temperature
-    may_be_empty: bool = True  # whether `Draft.length` can be 0; a call over fewer rows is worth having then
+    may_be_empty: bool = (
+        True  # whether `Draft.length` can be 0; calls over fewer rows are then compiled as well
+    )
 
 
 @flax.struct.dataclass
@@ -36,7 +38,7 @@ class Round:
     Attributes:
       context: the text so far.
       keys: [B] PRNG keys of this round.
-      gamma: G asked for, at least 1.
+      gamma: G, the draft depth, at least 1.
       sampling: the target's; a draft that samples passes its logits through the same `logits_to_probs`.
       vocab_size: V of the target, the width of `Draft.probs`.
     """
@@ -53,13 +55,13 @@ class Outcome:
     """What a drafter gets after a round."""
 
     context: Context  # with this round's tokens
-    verification: Verification  # the verdict
+    verification: Verification  # the rule's result
     hidden: Array  # [B, N + 1, D], the target's states at the newest token and at each node
-    features: Array | None = None  # [B, N + 1, F], where the target's `spec.feature_layers` names any
+    features: Array | None = None  # [B, N + 1, F]; None where the target's `spec.feature_layers` is empty
 
 
 class Drafter(Protocol):
-    """Guesses the target's next tokens."""
+    """Proposes the target's next tokens."""
 
     def shape(self, gamma: int) -> DraftShape:
         """The shape of the proposals for a draft depth of gamma."""
@@ -70,7 +72,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, state: Any, round: Round) -> tuple[Draft, Any]:
-        """Guesses what follows the context; the state is then the one that `update` gets.
+        """Proposes what follows the context; `update` gets the state returned here.
 
         The law of `Draft.length` holds: how many tokens are valid must not depend on a token that is withheld.
         """

@@ -1,4 +1,4 @@
-"""Ways of drafting, by the name that a config gives them; among them anybody's own file."""
+"""Drafters by the name that a config gives them, and drafters from a user's file."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def build_drafter(config: ConfigDict, target: Model, tokenizer, dtype) -> Drafte
         'unigram', 'bigram' and 'ngram' the `counts` of `scripts/train.py`, 'ngram' the `order` as well;
         'prompt_lookup' `max_ngram` and `min_ngram`;
         'none' nothing;
-        FILE.py:NAME a function (config, target, tokenizer) -> Drafter in a file that is run, since it was named.
-      target: whose tokens are guessed.
+        FILE.py:NAME a function (config, target, tokenizer) -> Drafter in that file, which is executed.
+      target: the model whose tokens are drafted.
       tokenizer: the target's.
       dtype: of the parameters and activations of a draft that is a model.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: for an unknown kind, a draft whose vocabulary is not the target's, or a file that has no drafter.
+      ValueError: for an unknown kind, a draft whose vocabulary is not the target's, or a file without a drafter.
     """
     if ':' in config.kind:
-        return _own(config, target, tokenizer)
+        return _build_from_file(config, target, tokenizer)
     if config.kind not in _BUILDERS:
         known = ', '.join(_BUILDERS)
         raise ValueError(f'draft.kind: expected one of {known}, or FILE.py:NAME; got {config.kind!r}')
@@ -55,18 +55,18 @@ def build_named(entry: str, config: ConfigDict, target: Model, tokenizer, dtype)
     """The drafter of an entry in a list of drafts: a kind, KIND=PATH, or FILE.py:NAME.
 
     Args:
-      entry: PATH stands for the one file or folder that the kind needs.
-      config: the `draft` section, which says all else; see `build_drafter` for the others, and for errors.
+      entry: PATH is the one file or folder that the kind needs.
+      config: the `draft` section, for all other settings; see `build_drafter` for the other arguments and errors.
     """
     kind, given, path = entry.partition('=')
-    own = dict(kind=kind)
+    overrides = dict(kind=kind)
     if given:
         if kind not in _FILES:
             raise ValueError(
-                f'drafts: expected =PATH behind one of {", ".join(_FILES)}; got {entry!r}: leave it out'
+                f'drafts: expected =PATH after one of {", ".join(_FILES)}; got {entry!r}: leave it out'
             )
-        own[_FILES[kind]] = path
-    return build_drafter(ConfigDict(config.to_dict() | own), target, tokenizer, dtype)
+        overrides[_FILES[kind]] = path
+    return build_drafter(ConfigDict(config.to_dict() | overrides), target, tokenizer, dtype)
 
 
 def _none(config, target, tokenizer, dtype) -> None:
@@ -100,26 +100,26 @@ _BUILDERS: dict[str, Callable[..., Drafter | None]] = {
 KINDS = tuple(_BUILDERS)
 
 
-def own_checksum(entry: str) -> int:
-    """Of the file in an entry FILE.py:NAME, which edited since is another draft; 0 for other entries."""
+def file_checksum(entry: str) -> int:
+    """CRC-32 of the file in an entry FILE.py:NAME, which changes with an edit of it; 0 for other entries."""
     if ':' not in entry.partition('=')[0]:
         return 0
     return zlib.crc32(pathlib.Path(entry.rpartition(':')[0]).read_bytes())
 
 
-def _own(config, target, tokenizer) -> Drafter:
-    """What FILE.py:NAME makes."""
+def _build_from_file(config, target, tokenizer) -> Drafter:
+    """The drafter of FILE.py:NAME."""
     file, _, name = config.kind.rpartition(':')
     path = pathlib.Path(file)
     if path.suffix != '.py' or not path.is_file():
         raise FileNotFoundError(
-            f'draft.kind: expected FILE.py:NAME with a Python file, got {file!r}, which is none'
+            f'draft.kind: expected FILE.py:NAME with a Python file, got {file!r}, which is not one'
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file raises, the user has to know where
+    except Exception as error:  # a user's file can raise anything; the message names the file
         raise ValueError(f'{file}: {type(error).__name__} as the file was run: {error}') from error
     make = getattr(module, name, None)
     if not callable(make):

@@ -1,4 +1,4 @@
-"""What drafts that sample share: a token and the very q that it was drawn from, over the target's vocabulary.
+"""Sampling for drafters: a token and the q array that it was drawn from, over the target's vocabulary.
 
 Axes: B rows, V vocabulary.
 """
@@ -21,8 +21,8 @@ def draw(keys: Array, logits: Array, sampling: SamplingConfig) -> tuple[Array, A
       sampling: the target's.
 
     Returns:
-      tokens [B] int32, and q [B, V] that they were drawn from; None where greedy (one-hot). A greedy token is -1
-      where the logits have no highest.
+      tokens [B] int32, and the q [B, V] that they were drawn from; q is None where greedy (one-hot). A greedy token
+      is -1 where the logits have no maximum.
     """
     with jax.named_scope('draw'):
         if sampling.temperature == 0:
@@ -32,7 +32,7 @@ def draw(keys: Array, logits: Array, sampling: SamplingConfig) -> tuple[Array, A
 
 
 def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
-    """Cuts or pads logits [..., V'] to [..., vocab_size]; ids that the draft lacks are never proposed."""
+    """Cuts or pads logits [..., V'] to [..., vocab_size]; ids that the draft lacks get -inf."""
     missing = vocab_size - logits.shape[-1]
     if missing <= 0:
         return logits[..., :vocab_size]

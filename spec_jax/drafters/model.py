@@ -1,9 +1,9 @@
-"""A small model as the draft, with an encoder and a cache of its own.
+"""A small model as the draft, with its own prefill and cache.
 
 The draft's cache lacks the newest token and, after a round in which all of its tokens were accepted, the
 one before it. So each round begins with a call over the last two tokens of the text.
 
-Axes: B rows, G draft length, W tokens of a window, V vocabulary.
+Axes: B rows, G draft depth, W tokens of a window, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spec_jax.types import Cache, Draft, Inputs, Prefill
 
 @flax.struct.dataclass
 class ModelDrafter:
-    """Samples from a model's own distribution.
+    """Samples from a small model's distribution.
 
     Attributes:
       model: any `models.base.Model` with the target's vocabulary.
@@ -69,7 +69,7 @@ class ModelDrafter:
 
 
 def check_vocabularies(target: list[str], draft: list[str]) -> None:
-    """Compares two vocabularies, each the pieces in the order of their ids.
+    """Compares two vocabularies, each given as its pieces in the order of their ids.
 
     Raises:
       ValueError: naming the first id at which they differ.

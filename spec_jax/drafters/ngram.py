@@ -1,27 +1,27 @@
 """Counts of n-grams as the draft: unigrams, bigrams, and higher orders that back off to them.
 
 q is smoothed by Witten and Bell's method in its interpolated form (Witten and Bell 1991, method C; Chen and
-Goodman 1998, where it is set beside the other ways). Behind a context h, with h' the same without its oldest token,
+Goodman 1998, who compare it with other methods). After a context h, with h' the same without its oldest token,
 
     q(w | h) = c(h w) / (c(h) + T(h)) + backoff(h) q(w | h')
 
-where c counts, and T(h) is how many different tokens were seen behind h. Below the unigrams stands the uniform
-distribution over the tokenizer's pieces, so that each of them has some q, and no other id has any.
-Without pruning backoff(h) = T(h) / (c(h) + T(h)); a successor that was pruned leaves its share to the back-off,
-and q sums to 1 all the same. A context that was never seen, or lost all its successors, backs off whole.
+where c counts, and T(h) is how many different tokens were seen after h. The unigrams back off to the uniform
+distribution over the tokenizer's pieces, so that each of them has q > 0, and any other id q = 0.
+Without pruning backoff(h) = T(h) / (c(h) + T(h)); the share of a pruned successor goes to the back-off, so q
+still sums to 1. A context that was never seen, or lost all its successors, has backoff(h) = 1.
 
-No table is as wide as the vocabulary is, but for the unigrams: a context keeps at most K successors, one behind
-the other in one array. With C contexts of k tokens, E successors in all and at most 4 C buckets, on the device:
+Only the unigrams have a table of width V: any other context keeps at most K successors, and all successors stand
+in one array. With C contexts of k tokens, E successors in all and at most 4 C buckets, on the device:
 
     order 1      4 V bytes                           V = 32128: 129 kB
     order k + 1  (4 k + 32) C + 8 E bytes, at most   V = 32128: 9.4 MB for k = 1, every token a context of K = 32
                                                      (V x V floats would be 4.1 GB); 40 C + 8 E for k = 2, which
                                                      is 11 MB for 100,000 contexts of 900,000 successors
 
-A context is found by hashing and compared token for token, so that it is never taken for another.
+A context is looked up by its hash and compared token for token, so a collision cannot return another context.
 
-Axes: B rows, G draft length, V vocabulary (here the tokenizer's pieces), C contexts, E successors of all
-contexts, K most successors of one, P most contexts of one bucket, N n-grams asked for.
+Axes: B rows, G draft depth, V vocabulary (here the tokenizer's pieces), C contexts, E successors of all
+contexts, K most successors of one, P most contexts of one bucket, N n-grams looked up.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ _STATIC = dict(pytree_node=False)
 
 @flax.struct.dataclass
 class Level:
-    """The contexts of k tokens, k >= 1. Its last row, C, stands for all that are not among them.
+    """The contexts of k tokens, k >= 1. The last row, C, is for every context that is not in the table.
 
     Attributes:
       contexts: [C + 1, k] int32, oldest token first, bucket by bucket; -1 in the last row.
       buckets: [2 ** m] int32, the first row of the contexts with each hash.
       offsets: [C + 2] int32, where each row's successors begin.
-      successors: [E + 1] int32, and one that belongs to no row.
+      successors: [E + 1] int32; the last entry belongs to no row.
       probs: [E + 1] float32, c(h w) / (c(h) + T(h)).
       backoff: [C + 1] float32, 1 in the last row.
-      best: [C + 1] int32, the most probable token behind each context; -1 in the last row.
+      best: [C + 1] int32, the most probable token after each context; -1 in the last row.
       best_prob: [C + 1] float32, its q.
       depth: P, the most contexts of a bucket.
       width: K, the most successors of a context.
@@ -85,7 +85,7 @@ class Level:
         return self.contexts.shape[1]
 
     def find(self, context: Array) -> Array:
-        """The rows [B] of contexts [B, k]; of NumPy arrays as of JAX's."""
+        """The rows [B] of contexts [B, k], NumPy or JAX arrays."""
         xp = context.__array_namespace__()
         missing = self.contexts.shape[0] - 1
         start = self.buckets[_hash(context, self.buckets.shape[0])]  # [B]
@@ -102,28 +102,26 @@ class Level:
         return self.successors[index], xp.where(inside, self.probs[index], 0.0)
 
     def prob_of(self, row: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """The probs [N] of tokens [N] as successors of rows [N], 0 of one that is none; in NumPy."""
-        owner = np.repeat(np.arange(len(self.backoff)), np.diff(self.offsets))
+        """The probs [N] of tokens [N] as successors of rows [N], 0 where a token is not a successor; in NumPy."""
+        rows = np.repeat(np.arange(len(self.backoff)), np.diff(self.offsets))
         base = 1 + max(tokens.max(initial=0), self.successors.max())
-        keys = np.append(owner, len(self.backoff)) * base + self.successors  # [E + 1]
+        keys = np.append(rows, len(self.backoff)) * base + self.successors  # [E + 1]
         order = np.argsort(keys)
-        wanted = row * base + tokens
-        found = order[
-            np.searchsorted(keys, wanted, sorter=order)
-        ]  # the last key is above all that are wanted
-        return np.where(keys[found] == wanted, self.probs[found], 0.0)
+        wanted = row * base + tokens  # each is below the last key
+        index = order[np.searchsorted(keys, wanted, sorter=order)]
+        return np.where(keys[index] == wanted, self.probs[index], 0.0)
 
 
 @flax.struct.dataclass
 class NgramDrafter:
-    """Guesses by the last few tokens of the output; what stands before it is taken for start tokens.
+    """Drafts from the last `order` - 1 tokens of the text; before its beginning the first token is repeated.
 
-    Greedy, a step looks up the best token behind the context and never makes an array as wide as V, unless
+    Greedy, a step looks up the best token after the context and makes no array of width V, unless
     `SamplingConfig.vocab_limit` cuts off some of the tokenizer's pieces.
 
     Attributes:
-      unigram: [V] float32, q behind no context at all.
-      best: [] int32, the most probable of them.
+      unigram: [V] float32, q without a context.
+      best: [] int32, the most probable unigram.
       best_prob: [] float32, its q.
       levels: of contexts of 1, 2, ... tokens; `order` - 1 of them.
     """
@@ -171,7 +169,7 @@ class NgramDrafter:
         return state
 
     def best_after(self, context: Array) -> tuple[Array, Array]:
-        """The most probable tokens [B] behind contexts [B, order - 1], of equals the smallest, and their q [B]."""
+        """The most probable tokens [B] after contexts [B, order - 1], the smallest id of a tie, and their q [B]."""
         xp = context.__array_namespace__()
         token, prob = (xp.broadcast_to(one, context.shape[:1]) for one in (self.best, self.best_prob))
         for level in self.levels:
@@ -181,21 +179,21 @@ class NgramDrafter:
         return token, prob
 
     def probs_after(self, context: Array) -> Array:
-        """q [B, V] float32 behind contexts [B, order - 1] int32."""
-        weight, found = jnp.ones(context.shape[0]), []  # weight: what the longer contexts leave
+        """q [B, V] float32 after contexts [B, order - 1] int32."""
+        weight, terms = jnp.ones(context.shape[0]), []  # weight: product of the longer contexts' backoff
         for level in reversed(self.levels):
             row = level.find(context[:, -level.length :])
             successors, probs = level.following(row)
-            found.append((successors, weight[:, None] * probs))
+            terms.append((successors, weight[:, None] * probs))
             weight = weight * level.backoff[row]
         q = weight[:, None] * self.unigram
         rows = jnp.arange(context.shape[0])[:, None]
-        for successors, probs in found:
+        for successors, probs in terms:
             q = q.at[rows, successors].add(probs)
         return q
 
     def prob_of(self, context: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """q [N] of single tokens [N] behind contexts [N, order - 1], in NumPy."""
+        """q [N] of single tokens [N] after contexts [N, order - 1], in NumPy."""
         q = self.unigram[tokens]
         for level in self.levels:
             row = level.find(context[:, -level.length :])
@@ -204,7 +202,7 @@ class NgramDrafter:
 
 
 def _hash(context: Array, num_buckets: int) -> Array:
-    """Multiplicative hashes [B] of contexts [B, k], below a power of two; the high bits are the mixed ones."""
+    """Multiplicative hashes [B] of contexts [B, k], below a power of two; the low 8 bits mix least and are cut."""
     mixed = context[:, 0].astype(np.uint32)
     for token in context.T[1:]:
         mixed = (mixed * np.uint32(0x85EBCA6B) ^ (mixed >> np.uint32(15))) + token.astype(np.uint32)
@@ -217,11 +215,11 @@ def _hash(context: Array, num_buckets: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class LevelCounts:
-    """What was counted behind the contexts of k tokens, in NumPy; `training.ngram` makes them.
+    """Counts of the tokens after the contexts of k tokens, in NumPy; `training.ngram` makes them.
 
     Attributes:
       contexts: [C, k] int, each once; a single empty one for the unigrams, where k is 0.
-      denominators: [C] int, c(h) + T(h), with the successors that were pruned.
+      denominators: [C] int, c(h) + T(h), pruned successors included.
       lengths: [C] int, how many successors each context kept, 1 or more.
       successors: [E] int, those of the first context, then those of the second, ...
       counts: [E] int, c(h w).
@@ -236,7 +234,7 @@ class LevelCounts:
 
 @dataclasses.dataclass(frozen=True)
 class NgramCounts:
-    """All that a draft is made of, and what `save_ngram` writes.
+    """The counts that a draft is made from, and that `save_ngram` writes.
 
     Attributes:
       levels: of contexts of 0, 1, ..., order - 1 tokens.
@@ -250,14 +248,14 @@ class NgramCounts:
 
 
 def fingerprint(pieces: Sequence[str]) -> int:
-    """Tells one tokenizer's pieces, in the order of their ids, from another's: 32 bits."""
+    """CRC-32 of a tokenizer's pieces in the order of their ids."""
     return zlib.crc32('\n'.join(pieces).encode())
 
 
 def make_drafter(counts: NgramCounts, order: int | None = None) -> NgramDrafter:
-    """The draft that n-grams of at most `order` tokens make, in NumPy and float64; all of them where it is None.
+    """The drafter of n-grams of at most `order` tokens (None for all), in NumPy and float64.
 
-    `load_ngram` puts it on the device. This one's `prob_of` and `best_after` are for looking at.
+    `load_ngram` puts it on the device. In NumPy `prob_of` and `best_after` serve for inspection.
     """
     unigrams = counts.levels[0]
     share = unigrams.counts / unigrams.denominators[0]
@@ -270,9 +268,9 @@ def make_drafter(counts: NgramCounts, order: int | None = None) -> NgramDrafter:
 
 
 def _make_level(counts: LevelCounts, shorter: NgramDrafter) -> Level:
-    """A level from its counts and the draft by the contexts that are one token shorter."""
+    """A level from its counts and the drafter of the contexts that are one token shorter."""
     size = max(1, len(counts.contexts))
-    num_buckets = 2 ** int(np.ceil(np.log2(size)) + 1)  # two to four a context: few collide
+    num_buckets = 2 ** int(np.ceil(np.log2(size)) + 1)  # two to four per context: few collide
     hashes = _hash(counts.contexts, num_buckets)
     order = np.argsort(hashes, kind='stable')
     rows = np.repeat(np.arange(len(counts.contexts)), counts.lengths)
@@ -280,7 +278,7 @@ def _make_level(counts: LevelCounts, shorter: NgramDrafter) -> Level:
     backoff = 1 - np.bincount(rows, probs, minlength=len(counts.contexts))
     lengths = counts.lengths[order]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    moved = np.cumsum(counts.lengths)[order] - offsets[1:]  # how far each context's successors come from
+    moved = np.cumsum(counts.lengths)[order] - offsets[1:]  # how far each context's successors move
     entries = np.arange(len(rows)) + np.repeat(moved, lengths)
     level = Level(
         contexts=np.pad(counts.contexts[order], ((0, 1), (0, 0)), constant_values=-1),
@@ -299,18 +297,18 @@ def _make_level(counts: LevelCounts, shorter: NgramDrafter) -> Level:
 
 
 def _best(level: Level, shorter: NgramDrafter) -> tuple[np.ndarray, np.ndarray]:
-    """The most probable token [C + 1] behind each context, and its q.
+    """The most probable token [C + 1] after each context, and its q.
 
-    It is one of the successors, or the best of the back-off: no token that is not a successor has more.
+    It is one of the successors or the best token of the back-off, which has the highest q of all other tokens.
     """
     missing = level.contexts.shape[0] - 1
     rows = np.repeat(np.arange(missing), np.diff(level.offsets)[:missing])
     tokens = np.concatenate(
         [level.successors[: len(rows)], shorter.best_after(level.contexts[:missing, 1:])[0]]
     )
-    own = np.concatenate([level.probs[: len(rows)], np.zeros(missing)])
+    direct = np.concatenate([level.probs[: len(rows)], np.zeros(missing)])  # without the back-off's part
     rows = np.concatenate([rows, np.arange(missing)])
-    q = own + level.backoff[rows] * shorter.prob_of(level.contexts[rows, 1:], tokens)
+    q = direct + level.backoff[rows] * shorter.prob_of(level.contexts[rows, 1:], tokens)
     order = np.lexsort((tokens, -q, rows))
     first = np.flatnonzero(np.diff(rows[order], prepend=-1))
     chosen = order[first]
@@ -319,30 +317,30 @@ def _best(level: Level, shorter: NgramDrafter) -> tuple[np.ndarray, np.ndarray]:
 
 # --- the file -----------------------------------------------------------------------------------------------
 
-# The arrays of a level of contexts of k tokens, each under its name, an underscore and k.
+# The arrays of a level of contexts of k tokens; each is stored as NAME_k.
 _ARRAYS = tuple(field.name for field in dataclasses.fields(LevelCounts))
 
 
 def load_ngram(
     path: str | os.PathLike, order: int, vocab_size: int, pieces: Sequence[str] | None = None
 ) -> NgramDrafter:
-    """A draft from a file of counts.
+    """A drafter from a file of counts.
 
     Args:
       path: the file, or the folder that `scripts/train.py` exports.
-      order: of the longest n-grams to use, at most what was counted; 1 for unigrams, 2 for bigrams.
-      vocab_size: ids that the target knows.
+      order: of the longest n-grams to use, at most that of the counts; 1 for unigrams, 2 for bigrams.
+      vocab_size: V of the target.
       pieces: those of the target's tokenizer, in the order of their ids; None leaves them unchecked.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: the file is damaged or no file of counts, has fewer orders or ids that the target does not know,
-        or was counted with another tokenizer.
+      ValueError: the file is damaged or not a file of counts, has fewer orders or more ids than the target, or was
+        counted with another tokenizer.
     """
     counts = read_ngram(path)
     if not 1 <= order <= len(counts.levels):
         raise ValueError(
-            f'order: expected 1 to {len(counts.levels)}, which is as far as {path} was counted, got {order}; '
+            f'order: expected 1 to {len(counts.levels)}, the highest order in {path}, got {order}; '
             'count again with a higher --config.order for more'
         )
     if counts.vocab_size > vocab_size:
@@ -359,12 +357,12 @@ def load_ngram(
 
 
 def on_device(drafter: NgramDrafter) -> NgramDrafter:
-    """The same with arrays of JAX, int32 and float32."""
+    """The same drafter with JAX arrays, int32 and float32."""
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32 if x.dtype.kind == 'f' else jnp.int32), drafter)
 
 
 def save_ngram(path: str | os.PathLike, counts: NgramCounts) -> None:
-    """Writes a compressed npz, a few bytes a successor; beside the file first, so that there is never half of it.
+    """Writes a compressed npz, a few bytes per successor, through a temporary file: it is never left half-written.
 
     Raises:
       OSError: it cannot be written.
@@ -372,21 +370,21 @@ def save_ngram(path: str | os.PathLike, counts: NgramCounts) -> None:
     path = pathlib.Path(path)
     arrays = {'vocab_size': counts.vocab_size, 'fingerprint': counts.fingerprint}
     for k, level in enumerate(counts.levels):
-        # By columns, the sorted contexts' first tokens stand in long runs.
+        # Stored by columns: the first tokens of sorted contexts form long runs, which compress well.
         columns = dataclasses.replace(level, contexts=level.contexts.T)
         arrays |= {f'{name}_{k}': getattr(columns, name) for name in _ARRAYS}
-    beside = path.with_name(path.name + '.partial')
+    partial = path.with_name(path.name + '.partial')
     try:
-        with open(beside, 'wb') as file:
+        with open(partial, 'wb') as file:
             np.savez_compressed(file, **{name: _narrowed(array) for name, array in arrays.items()})
-        beside.replace(path)
+        partial.replace(path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
 
 
 def read_ngram(path: str | os.PathLike) -> NgramCounts:
-    """What `save_ngram` wrote; errors as of `load_ngram`. No pickle is read."""
+    """Reads what `save_ngram` wrote; errors as of `load_ngram`. Pickles are refused."""
     path = pathlib.Path(path)
     if path.is_dir():
         path = path / FILE_NAME
@@ -399,26 +397,26 @@ def read_ngram(path: str | os.PathLike) -> NgramCounts:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         counts = _from_arrays(arrays)
-    # zipfile, zlib and NumPy raise all of these, according to where the damage is
+    # zipfile, zlib and NumPy raise any of these, depending on where the damage is
     except (
         ValueError, TypeError, AttributeError, KeyError, IndexError, EOFError, OSError, NotImplementedError,
         MemoryError, SyntaxError, zipfile.BadZipFile, zlib.error,
     ) as error:  # fmt: skip
         reason = ' '.join(str(error).split())[:120] or type(error).__name__
         raise ValueError(
-            f'{path}: expected counts of n-grams, got damage or something else ({reason}); count again'
+            f'{path}: expected counts of n-grams, got a damaged or other file ({reason}); count again'
         ) from error
     return counts
 
 
 def _narrowed(array: np.ndarray) -> np.ndarray:
-    """In the smallest unsigned type that holds it."""
+    """The array in the smallest unsigned type that holds it."""
     array = np.asarray(array)
     return array.astype(np.min_scalar_type(int(array.max(initial=0))))
 
 
 def _from_arrays(arrays: dict[str, np.ndarray]) -> NgramCounts:
-    """Raises ValueError, KeyError or TypeError where the arrays are not such as `save_ngram` writes."""
+    """The counts in arrays of `save_ngram`; raises ValueError, KeyError or TypeError for any other arrays."""
     order = sum(name.startswith('contexts_') for name in arrays)
     if not order:
         raise ValueError('no contexts_0 in it')
@@ -436,16 +434,16 @@ def _from_arrays(arrays: dict[str, np.ndarray]) -> NgramCounts:
 
 
 def _check_level(level: LevelCounts, k: int, vocab_size: int) -> None:
-    """Raises ValueError unless the level makes a distribution behind every context."""
+    """Raises ValueError unless the level gives a distribution after every context."""
     size, num = level.lengths.size, level.successors.size
     shapes = dict(contexts=(size, k), denominators=(size,), lengths=(size,), successors=(num,), counts=(num,))
     for name, shape in shapes.items():
-        if (came := getattr(level, name).shape) != shape:
-            raise ValueError(f'{name}_{k} has shape {came}, not {shape}')
+        if (actual := getattr(level, name).shape) != shape:
+            raise ValueError(f'{name}_{k} has shape {actual}, not {shape}')
     if k == 0 and size != 1:
         raise ValueError(f'there are {size} empty contexts')
     if level.lengths.sum() != num or level.lengths.min(initial=1) < 1 or level.counts.min(initial=1) < 1:
-        raise ValueError(f'lengths_{k} or counts_{k} do not fit')
+        raise ValueError(f'lengths_{k} or counts_{k} do not match the successors')
     if max(level.contexts.max(initial=0), level.successors.max(initial=0)) >= vocab_size:
         raise ValueError(f'an id of level {k} is not below vocab_size {vocab_size}')
     rows = np.repeat(np.arange(size), level.lengths)

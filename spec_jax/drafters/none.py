@@ -1,4 +1,4 @@
-"""No draft: plain decoding, which is the loop with nothing to verify."""
+"""No draft: plain decoding, the same loop with an empty draft."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spec_jax.types import Draft, Inputs, Prefill
 
 @flax.struct.dataclass
 class NoDrafter:
-    """Guesses nothing."""
+    """Proposes no tokens."""
 
     def shape(self, gamma: int) -> DraftShape:
         return DraftShape(nodes=0, depth=0, deterministic=True, may_be_empty=False)

@@ -1,28 +1,29 @@
-"""Copying as the draft: the text is taken to go on as it did where its last tokens stood before.
+"""Copying as the draft: proposes the tokens that followed an earlier occurrence of the text's last tokens.
 
-The last n tokens of the output are looked for in the source and in the output so far, n from `max_ngram` down to
+The last n tokens of the output are searched for in the source and in the output so far, n from `max_ngram` down to
 `min_ngram`, and what follows the match is proposed. There is no model and nothing to train (Leviathan, Kalman and
-Matias 2023, section 3.6, name copying from the context as a draft of next to no cost):
+Matias 2023, section 3.6, name copying from the context as a draft of negligible cost):
 
     source  the old man and the sea </s>         output  <start> he saw the old
                 ^^^ ^^^ ^^^ ^^^ proposed                            ^^^ ^^^ the last 2, found in the source
 
 Of the matches of the greatest n one is followed:
 
-  1. one in the source, before any in the output: what is translated or summed up is new to the output, and said
-     there once. Among those the nearest to where the last copy would have gone on, so that a copy which met a token
-     of its own stays in its sentence, and one that has yet to begin takes the first;
-  2. in the output, the most recent that all G tokens stand behind; else the one with most behind it. In a text that
-     repeats itself the most recent match has almost nothing behind it.
+  1. a match in the source goes before any in the output: what a summary or translation takes from its source is
+     new to the output, and mostly taken once. Of several the one nearest to where the last copy would have gone
+     on: after a token that differs from the source, copying resumes in the same sentence. Before any copy it is
+     the first match;
+  2. in the output, the most recent match that at least G tokens follow; else the one that most tokens follow. In a
+     text that repeats itself, almost nothing follows the most recent match.
 
-On 60 articles of CNN/DailyMail with their summaries, 512 and 107 tokens on average, the summary taken as what a
-greedy target says, that gives 1.69 tokens a call at gamma = 3, against 1.68 with the output first or with the first
-match of the source, and 1.65 with its last; on sentences copied whole 3.94, against 3.78 and 3.60.
+On 60 articles of CNN/DailyMail with their summaries, 512 and 107 tokens on average, the summary taken as a greedy
+target's output, this order gives 1.69 tokens per call at gamma = 3, against 1.68 with the output first or with the
+first match of the source, and 1.65 with its last; on sentences copied whole 3.94, against 3.78 and 3.60.
 
-The source's own EOS counts as text: a translation, or a copy, tends to end where its source does. The start token
-does not, nor does padding or anything at and behind `Context.length`.
+The source's EOS counts as text: a translation, or a copy, tends to end where its source does. The start token, the
+padding, and everything from `Context.length` on do not count.
 
-Axes: B rows, G draft length, S source length, N length of the token buffer, L either S or N, K longest n-gram.
+Axes: B rows, G draft depth, S source length, N length of the token buffer, L either S or N, K longest n-gram.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ _NO_TEXT, _NO_SUFFIX = -1, -2  # equal to no token, nor to each other
 
 @flax.struct.dataclass
 class LookupState:
-    """What is copied from, and where.
+    """The text that is copied from, and the place in it.
 
     Attributes:
       source: [B, S] int32.
       size: [B] int32, tokens of the source before its padding.
-      cursor: [B] int32, where in the source the output's newest token stands if the last copy from it goes on.
+      cursor: [B] int32, index in the source of the output's newest token, if the last copy goes on.
       copying: [B] bool, whether the last proposal was from the source.
     """
 
@@ -61,12 +62,12 @@ class PromptLookup:
     """Proposes what followed the longest match of the output's last tokens in source and output.
 
     Its tokens are deterministic (`Draft.probs` is None) at any temperature. `Draft.length` is the number of tokens
-    behind the match, at most G, and 0 where nothing matches. It is for encoder-decoder models: an n-gram does not
-    reach from the source into the output.
+    after the match, at most G, and 0 where nothing matches. It is for encoder-decoder models: an n-gram does not
+    span the end of the source and the beginning of the output.
 
     Attributes:
       max_ngram: K, the most tokens that are compared.
-      min_ngram: the fewest that must agree. At 1 a proposal is often wrong, which costs little, since the target's
+      min_ngram: the fewest that must match. At 1 a proposal is often wrong, which costs little, since the target's
         call is over G + 1 positions whatever is proposed.
 
     Raises:
@@ -106,8 +107,8 @@ class PromptLookup:
         copying = (n_source > 0) & (n_source >= n_output)
         tokens = jnp.where(
             copying[:, None],
-            _behind(source, state.size, in_source, gamma),
-            _behind(output, context.length, in_output, gamma),
+            _after(source, state.size, in_source, gamma),
+            _after(output, context.length, in_output, gamma),
         )
         known = (tokens >= 0) & (tokens < round.vocab_size)  # an encoder may have ids that the decoder lacks
         valid = jnp.cumprod(known & (n_source + n_output > 0)[:, None], axis=1)  # [B, G]
@@ -118,24 +119,24 @@ class PromptLookup:
         copied = jnp.where(state.copying, outcome.verification.num_accepted, 0)
         return state.replace(cursor=state.cursor + copied)
 
-    def _search(self, text: Array, size: Array, suffix: Array, liking: Array) -> tuple[Array, Array]:
-        """Where the suffix's longest match ends.
+    def _search(self, text: Array, size: Array, suffix: Array, preference: Array) -> tuple[Array, Array]:
+        """Finds the end of the suffix's longest match.
 
         Args:
           text: [B, L].
-          size: [B], tokens of `text` before what has no meaning.
+          size: [B], valid tokens of `text`.
           suffix: [B, K], from `last_ngram`.
-          liking: [B, L] or [L]; of equally long matches that with the highest is taken, and of those the first.
+          preference: [B, L] or [L]; of equally long matches the highest wins, and of equal ones the first.
 
         Returns:
-          How many tokens match, [B], 0 for too few; and the place of the last of them, [B].
+          How many tokens match, [B], 0 for fewer than `min_ngram`; and the index of the last of them, [B].
         """
         matched = match_lengths(text, suffix)
-        has_next = jnp.arange(text.shape[1]) < size[:, None] - 1  # so the suffix itself does not count
+        has_next = jnp.arange(text.shape[1]) < size[:, None] - 1  # excludes the suffix itself
         matched = jnp.where(has_next & (matched >= self.min_ngram), matched, 0)
         longest = matched.max(-1)
-        liking = jnp.where(matched == longest[:, None], liking, jnp.iinfo(jnp.int32).min)
-        return longest, first(liking == liking.max(-1, keepdims=True))
+        preference = jnp.where(matched == longest[:, None], preference, jnp.iinfo(jnp.int32).min)
+        return longest, first(preference == preference.max(-1, keepdims=True))
 
 
 def last_ngram(context: Context, size: int) -> Array:
@@ -146,7 +147,7 @@ def last_ngram(context: Context, size: int) -> Array:
 
 
 def match_lengths(text: Array, suffix: Array) -> Array:
-    """How many tokens up to and including each of `text` [B, L] are those of `suffix` [B, K]: [B, L], 0 .. K."""
+    """How many tokens of `text` [B, L], ending at each place, match `suffix` [B, K]: [B, L], 0 .. K."""
     matches, length = jnp.ones_like(text, bool), jnp.zeros_like(text)
     for back in range(suffix.shape[1]):
         earlier = jnp.pad(text, ((0, 0), (back, 0)), constant_values=_NO_TEXT)[:, : text.shape[1]]
@@ -155,8 +156,8 @@ def match_lengths(text: Array, suffix: Array) -> Array:
     return length
 
 
-def _behind(text: Array, size: Array, place: Array, count: int) -> Array:
-    """The `count` tokens [B, G] of `text` [B, L] behind `place` [B]; `_NO_TEXT` from `size` [B] on."""
+def _after(text: Array, size: Array, place: Array, count: int) -> Array:
+    """The `count` tokens [B, G] of `text` [B, L] after `place` [B]; `_NO_TEXT` from `size` [B] on."""
     index = place[:, None] + 1 + jnp.arange(count)
     tokens = jnp.take_along_axis(text, jnp.minimum(index, text.shape[1] - 1), axis=1)
     return jnp.where(index < size[:, None], tokens, _NO_TEXT)

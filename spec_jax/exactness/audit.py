@@ -1,6 +1,6 @@
-"""The loop with a witness: what the draft proposed in every round, and how the target itself rates a text.
+"""The loop with a recorded trace: what the draft proposed in every round, and how the target scores a text.
 
-Axes: B rows, G draft length, N tokens of a text, R rounds, S source length, V vocabulary.
+Axes: B rows, G draft depth, N tokens of a text, R rounds, S source length, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from spec_jax.types import Draft, Inputs, Prefill
 
 @flax.struct.dataclass
 class Trace:
-    """What passed between drafter and loop; of a row only its first `Stats.rounds` rounds mean anything.
+    """What drafter and loop exchanged; of a row only the first `Stats.rounds` rounds are valid.
 
     Attributes:
       length: [R, B] int32, valid draft tokens.
-      below, mass: [R, B, G] float32, where each stands in its q (`scoring.cumulative_place`); 0 and 1 for
-        q one-hot.
+      below, mass: [R, B, G] float32, the place of each in its q (`scoring.cumulative_place`); 0 and 1 for q
+        one-hot.
       total: [R, B, G] float32, sum of q.
-      outside: [R, B, G] bool, tokens that are none of the vocabulary.
-      num_accepted: [R, B] int32, the verdict.
+      outside: [R, B, G] bool, tokens outside the vocabulary.
+      num_accepted: [R, B] int32, accepted tokens.
       end: [R, B] int32, tokens of the output after the round; -1 where there was none.
     """
 
@@ -49,10 +49,10 @@ class Trace:
 
 @flax.struct.dataclass
 class Audited:
-    """A drafter that is watched, and otherwise left alone.
+    """A drafter whose proposals are recorded, and otherwise unchanged.
 
     Attributes:
-      drafter: the one in question.
+      drafter: the one to audit.
       gamma: draft length.
       num_rounds: the most that a text can take.
     """
@@ -90,7 +90,7 @@ class Audited:
         return self.drafter.update(inner, outcome), trace, number + 1
 
 
-# `decoding.start`, apart, so that one prefill serves many keys.
+# `decoding.start` as a separate program, so that one prefill serves many keys.
 start = jit(decoding.start, static_argnames='config')
 
 
@@ -101,24 +101,24 @@ def decode(target: Model, drafter: Drafter, state: SpecState, *, config: DecodeC
     return finish(target, state, config=config), state.draft_state
 
 
-# How the target rates the tokens of given texts, from a plain decoder's `start`.
+# The target's scores of given texts, from a plain decoder's `start`.
 rescore = jit(score_from, static_argnames='config')
 
 
 def miscounted(output: Output, spec: ModelSpec) -> np.ndarray:
     """[B] bool, rows whose length or counts contradict their tokens or each other.
 
-    A text ends behind its first EOS or at the limit, and padding follows. A round emits what it accepted and
-    one token more, but for the last, which may end among the accepted.
+    A text ends after its first EOS or at the limit, and padding follows. A round emits what it accepted and one
+    token more; only the last round may end within the accepted tokens.
     """
     tokens, length = np.asarray(output.tokens), np.asarray(output.length)
     stats = jax.tree.map(np.asarray, output.stats)
     limit = tokens.shape[1]
     is_eos = np.isin(tokens, spec.eos_ids)
     ends = np.where(is_eos.any(1), is_eos.argmax(1) + 1, limit)
-    behind = np.arange(limit) >= length[:, None]
+    after_end = np.arange(limit) >= length[:, None]
     finished = length == 0  # a filler row
-    wrong = ((length != ends) & ~finished) | ((tokens != spec.pad_id) & behind).any(1)
+    wrong = ((length != ends) & ~finished) | ((tokens != spec.pad_id) & after_end).any(1)
     wrong |= (stats.emitted != length) | (stats.histogram.sum(1) != stats.rounds)
     wrong |= stats.calls.sum(1) != stats.rounds
     wrong |= (stats.histogram * np.arange(stats.histogram.shape[1])).sum(1) != stats.accepted
@@ -133,7 +133,7 @@ def proposed(trace: Trace, stats: Stats) -> np.ndarray:
 
 
 def recounted(trace: Trace, stats: Stats) -> np.ndarray:
-    """[B] bool, rows whose counts are not those that the trace of their rounds adds up to."""
+    """[B] bool, rows whose counts differ from those of the trace of their rounds."""
     trace, stats = jax.tree.map(np.asarray, (trace, stats))
     active = np.arange(len(trace.end))[:, None] < stats.rounds  # [R, B]
     emitted = np.where(active, np.diff(trace.end, axis=0, prepend=0), 0)

@@ -1,4 +1,4 @@
-"""What a verification is made of: its rows, the pair, and the prompts.
+"""The parts of a verification: its rows, the pair, and the prompts.
 
 Axes: B rows of a batch, S source length.
 """
@@ -18,14 +18,14 @@ from spec_jax.models.base import Model
 from spec_jax.text.batches import pad_rows
 from spec_jax.types import Inputs
 
-# Nats between the argmax and what rounding makes of it.
+# Nats below the argmax that rounding can account for.
 EPSILON = {'float32': agreement.NEAR_TIE, 'bfloat16': 0.1}
 
 Progress = Callable[..., Iterable]  # wraps an iterable, as tqdm does; takes desc
 
 
 def quiet(iterable, desc):
-    """The progress that is not shown."""
+    """A `Progress` that shows nothing."""
     return iterable
 
 
@@ -35,10 +35,10 @@ class Check:
 
     Attributes:
       tier: 'rule', 'loop' or 'deployment'.
-      tested: what.
-      samples: how many, of what.
+      tested: what was tested.
+      samples: how many samples, of what.
       found: the result.
-      finds: the size of deviation that would have been found.
+      finds: the size of deviation that would have been detected.
       passed: False for a deviation; None where there was nothing to test.
       p_value: of a statistical test; else None.
     """
@@ -53,14 +53,14 @@ class Check:
 
     @classmethod
     def of_test(cls, tested: str, samples: str, result: Result, kind: str, seen: str = '') -> Check:
-        """A statistical test's.
+        """The row of a statistical test.
 
         Args:
-          tested: what.
-          samples: how many, of what.
-          result: the test's.
+          tested: what was tested.
+          samples: how many samples, of what.
+          result: of the test.
           kind: of deviation, in words, as in 'a shift of'.
-          seen: what else to say of the result.
+          seen: further text on the result.
         """
         power = f'{kind} {100 * result.detectable:.2g} %'
         return cls(
@@ -76,12 +76,12 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """What is verified.
+    """A target and a draft to verify.
 
     Attributes:
-      target: whose texts are wanted.
-      drafter: whose guesses are accepted or not.
-      settings: gamma, lenience, limits, seed and how to sample; at temperature 0 `sampled` takes 1.
+      target: the model.
+      drafter: the draft.
+      settings: gamma, lenience, limits, seed and sampling; at temperature 0 `sampled` takes 1.
       dtype: 'float32' or 'bfloat16', of the models' arithmetic.
     """
 
@@ -92,10 +92,10 @@ class Pair:
 
 
 def choose(sources: list[np.ndarray], count: int) -> list[np.ndarray]:
-    """`count` of the sources that are more than an EOS, evenly spaced in the order of their lengths.
+    """`count` of the sources with more than an EOS, evenly spaced in the order of their lengths.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is no such source.
     """
     if not (real := sorted((source for source in sources if len(source) > 1), key=len)):
         raise ValueError('data: expected a line with text in it; got empty lines alone')
@@ -109,7 +109,7 @@ def with_sampling(pair: Pair, temperature: float) -> setup.Settings:
 
 
 def width(sources: list[np.ndarray]) -> int:
-    """S of a batch that the longest of them fits."""
+    """S of a batch of these sources: the longest of them."""
     return max(map(len, sources))
 
 

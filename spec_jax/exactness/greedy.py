@@ -34,7 +34,7 @@ from spec_jax.text.batches import pad_rows
 
 @dataclasses.dataclass
 class Greedy:
-    """What `greedy` found: rows for the table, and the report's figures.
+    """The result of `greedy`: rows for the table, and the report's figures.
 
     Attributes:
       checks: rows.
@@ -51,7 +51,7 @@ def greedy(pair: Pair, sources: list[np.ndarray], progress: Progress = quiet) ->
     """Greedy ids against the plain decoder's, and each token against the target's argmax.
 
     Args:
-      sources: int32 [S] each, of some tokens and an EOS.
+      sources: int32 [S] each, one or more tokens and an EOS.
     """
     settings = with_sampling(pair, temperature=0.0)
     plain = runs.plain_program(pair.target, settings)
@@ -65,7 +65,7 @@ def greedy(pair: Pair, sources: list[np.ndarray], progress: Progress = quiet) ->
     alone = [runs.row_ids(output)[0] for output in outputs]
 
     order = np.random.default_rng(settings.seed).permutation(len(sources)).tolist()
-    order.insert(len(order) // 2, None)  # a filler row amid the others
+    order.insert(len(order) // 2, None)  # a filler row among the others
     inputs = to_inputs([None if line is None else sources[line] for line in order], width(sources))
     output = speculative(inputs, row_keys(run_key, [0 if line is None else line for line in order]))
     rows = {line: ids for line, ids in zip(order, runs.row_ids(output), strict=True)}
@@ -94,7 +94,7 @@ def _identity(tested: str, ids: list[np.ndarray], agreement: dict[str, Any], eps
 
 
 def _greedy_counts(outputs: list[Output], target: Model) -> Check:
-    """Lengths, padding, counts; and a greedy draft passes exactly where min(p, q) is 1."""
+    """Lengths, padding and counts; a greedy draft token must pass exactly where min(p, q) is 1."""
     wrong = sum(int(audit.miscounted(output, target.spec).sum()) for output in outputs)
     stats = [jax.tree.map(np.asarray, output.stats) for output in outputs]
     wrong += sum(int((one.accepted != one.overlap).sum()) for one in stats)
@@ -104,7 +104,7 @@ def _greedy_counts(outputs: list[Output], target: Model) -> Check:
 
 
 def _argmax(pair: Pair, sources, settings, texts: list[list[np.ndarray]], epsilon: float) -> Check:
-    """Each greedy token, re-scored by one-token calls of the target, is its argmax but for rounding."""
+    """Each greedy token, re-scored by one-token calls of the target, is its argmax up to rounding."""
     size = settings.decode.max_new_tokens
     inputs = to_inputs([*sources, None], width(sources))
     keys = row_keys(jax.random.key(0), np.arange(len(sources) + 1))

@@ -1,11 +1,11 @@
-"""What the accept/resample rule emits, integrated over its random numbers without a remainder.
+"""The distribution that the accept/resample rule emits, integrated exactly over its random numbers.
 
-The rule is called with keys that hold the numbers to be drawn from them, and has to split them as
-`verification.verify_chain` does. For a given draft each test passes for all uniforms below some bound, and each
-token comes out for one stretch of them; both are found by bisection down to float32's last bit. Bounds and
-stretches give the probability of everything that a round can emit, to within the 2^-23 of JAX's uniforms.
+The rule is called with keys that hold the numbers to be drawn from them, and must split them as
+`verification.verify_chain` does. For a given draft each test passes for all uniforms below a bound, and each token
+is emitted for one interval of them; both are found by bisection down to float32's last bit. Bounds and intervals
+give the probability of everything that a round can emit, to within the 2^-23 of JAX's uniforms.
 
-Axes: R rules (a draft text under one sampling and draft length), Q questions asked of each, G draft length,
+Axes: R rules (a draft text under one sampling and draft length), Q points at which each is called, G draft depth,
 V vocabulary, C coordinates of a key.
 """
 
@@ -43,10 +43,10 @@ _SAMPLINGS = (
 
 
 def closed_form(rule: Rule | None = None, progress: Progress = quiet) -> list[Check]:
-    """A rule over a vocabulary of 5, draft lengths to 3, with temperature, top-k, top-p and greedy.
+    """Checks a rule over a vocabulary of 5, draft lengths to 3, with temperature, top-k, top-p and greedy.
 
     Args:
-      rule: `TokenRule` by default. Its name and whether it is lossy do not matter.
+      rule: `TokenRule` by default. Its name and `lossy` are not used.
       progress: wraps the list of parts.
     """
     rule = TokenRule() if rule is None else rule
@@ -88,16 +88,16 @@ def _seed(seed):
 
 
 def _split(key, shape):
-    """The first of n children owns every n-th of the coordinates that the parent owns, from the first on, ..."""
+    """Child i of n gets the coordinates i, i + n, i + 2 n, ... of its parent's."""
     num = math.prod(shape)
     start, stride = key[-2], key[-1]
-    own = [start + stride * jnp.arange(num, dtype=jnp.uint32), jnp.full(num, stride * num)]
+    indices = [start + stride * jnp.arange(num, dtype=jnp.uint32), jnp.full(num, stride * num)]
     held = jnp.broadcast_to(key[:-2], (num, _COORDINATES))
-    return jnp.concatenate([held, jnp.stack(own, axis=1)], axis=1).reshape(*shape, -1)
+    return jnp.concatenate([held, jnp.stack(indices, axis=1)], axis=1).reshape(*shape, -1)
 
 
 def _bits(key, bit_width, shape):
-    return jnp.broadcast_to(key[key[-2]], shape)  # of the coordinates owned, the first
+    return jnp.broadcast_to(key[key[-2]], shape)  # the first of the key's coordinates
 
 
 _POINT = define_prng_impl(
@@ -109,19 +109,19 @@ _POINT = define_prng_impl(
     name='point',
     tag='pt',
 )
-_TOKEN = 1  # the coordinate of the last draw; that of test i is 2 i: so `verify_chain` splits a key
+_TOKEN = 1  # the coordinate of the last draw; that of test i is 2 i, as `verify_chain` splits a key
 
 
 def _point_keys(coordinates):
     """Keys [B] whose draws are `coordinates` [B, C] int in [0, 2^23), over 2^23."""
     bits = coordinates.astype(jnp.uint32) << 9  # a uniform takes the upper 23 bits
-    owner = jnp.broadcast_to(jnp.array([0, 1], jnp.uint32), (len(bits), 2))
-    return jax.random.wrap_key_data(jnp.concatenate([bits, owner], axis=1), impl=_POINT)
+    indices = jnp.broadcast_to(jnp.array([0, 1], jnp.uint32), (len(bits), 2))
+    return jax.random.wrap_key_data(jnp.concatenate([bits, indices], axis=1), impl=_POINT)
 
 
 @flax.struct.dataclass
 class _Given(Scores):
-    """Scores whose `logits` are p already, of whatever sampling."""
+    """Scores whose `logits` are already p."""
 
     @property
     def p(self) -> jax.Array:
@@ -130,7 +130,7 @@ class _Given(Scores):
 
 @partial(jax.jit, static_argnames='rule')
 def _outcome(p, draft, coordinates, *, rule):
-    """How many drafts pass, and the token after them: [R, Q] each, at coordinates [R, Q, C]."""
+    """How many draft tokens pass, and the token after them: [R, Q] each, at coordinates [R, Q, C]."""
     num_rules, num_questions = coordinates.shape[:2]
     p, draft = jax.tree.map(lambda x: jnp.repeat(x, num_questions, axis=0), (p, draft))
     keys = _point_keys(coordinates.reshape(-1, _COORDINATES))
@@ -144,7 +144,7 @@ def _outcome(p, draft, coordinates, *, rule):
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Distributions of the next token behind every text, under one way of sampling.
+    """Distributions of the next token after every text, under one sampling.
 
     Attributes:
       p: G + 1 float32 arrays of the target's; the i-th, [V] * (i + 1), depends on all i tokens.
@@ -156,7 +156,7 @@ class Chain:
 
 
 def random_chain(seed: int, gamma: int, sampling: SamplingConfig) -> Chain:
-    """From normally distributed logits, by the library's own `logits_to_probs`."""
+    """From normally distributed logits, by the library's `logits_to_probs`."""
     shapes = [(VOCAB,) * (i + 1) for i in [*range(gamma + 1), *range(gamma)]]
     sizes = [math.prod(shape) // VOCAB for shape in shapes]
     logits = 2 * np.random.default_rng(seed).normal(size=(sum(sizes), VOCAB)).astype(np.float32)
@@ -174,7 +174,7 @@ _probs = partial(jax.jit, static_argnums=1)(logits_to_probs)
 
 
 def deterministic(chain: Chain) -> Chain:
-    """The same target behind a draft that always takes its likeliest token."""
+    """The same target with a draft that always takes its most probable token."""
     return dataclasses.replace(
         chain, q=[np.eye(VOCAB, dtype=np.float32)[array.argmax(-1)] for array in chain.q]
     )
@@ -182,15 +182,15 @@ def deterministic(chain: Chain) -> Chain:
 
 @dataclasses.dataclass
 class Integral:
-    """What was found, over all rules.
+    """The result over all rules.
 
     Attributes:
       rules: how many draft texts, each under one sampling and one draft length.
       emitted: largest deviation of the probability of any text of draft length + 1 tokens from the target's.
       enumerated: the same by `testing.enumerate_round`, out of min(p, q) and `residual_distribution`.
       accepted: largest deviation of the first test's passing from `acceptance_probability`.
-      ends: tests that an impossible token passes, or that one with p >= q may fail, or of a token not meant.
-      others: points at which the rule did otherwise than the bounds and stretches say.
+      ends: tests that a token with p = 0 passes, or that one with p >= q can fail, or of a token that is not valid.
+      others: points at which the rule's outcome differs from that of the bounds and intervals.
     """
 
     rules: int = 0
@@ -255,7 +255,7 @@ class _Drafts:
       q: [R, G, V].
       tokens: [R, G], the draft.
       length: [R], how many of them are valid.
-      with_probs: whether the rule is given q.
+      with_probs: whether the rule gets q.
       rule: the rule.
     """
 
@@ -267,7 +267,7 @@ class _Drafts:
     rule: Rule
 
     def outcome(self, coordinates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Drafts passed and the token after them, [R, Q] each, at coordinates [R, Q, C]."""
+        """Draft tokens passed and the token after them, [R, Q] each, at coordinates [R, Q, C]."""
         draft = Draft(self.tokens, self.q if self.with_probs else None, self.length)
         return jax.tree.map(np.asarray, _outcome(self.p, draft, coordinates, rule=self.rule))
 
@@ -297,18 +297,18 @@ def _drafts(chains: Sequence[Chain], texts: np.ndarray, with_probs: bool, rule: 
 
 
 def _measure(drafts: _Drafts) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds and stretches of the uniforms, in steps of 2^-23.
+    """Bounds and intervals of the uniforms, in steps of 2^-23.
 
     Returns:
       passing [R, G], how many of a test's uniforms pass it, those before it having passed; and
-      stretches [R, G + 1, V - 1], how many uniforms give token 0, 0 or 1, ... behind so many passed drafts.
+      stretches [R, G + 1, V - 1], how many uniforms give token 0, 0 or 1, ... after so many passed draft tokens.
     """
     num, gamma = drafts.tokens.shape
     tests, ends = np.arange(gamma), [(n, y) for n in range(gamma + 1) for y in range(VOCAB - 1)]
-    behind, upto = np.array(ends).T
+    passed, upto = np.array(ends).T
     at = np.zeros((gamma + len(ends), _COORDINATES), int)  # 0 passes any test that can be passed
-    failing = behind < gamma
-    at[gamma:][failing, 2 * behind[failing]] = _STEPS - 1  # fails any test that can be failed
+    failing = passed < gamma
+    at[gamma:][failing, 2 * passed[failing]] = _STEPS - 1  # fails any test that can be failed
     varied = np.concatenate([2 * tests, np.full(len(ends), _TOKEN)])
 
     below = np.zeros((num, len(at)), int)
@@ -323,14 +323,13 @@ def _measure(drafts: _Drafts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _wrong_ends(drafts: _Drafts, passing: np.ndarray) -> int:
-    """How many tests are not sure where they should be: p = 0 never passes, p >= q always, and what is not
-    valid is not accepted."""
+    """How many tests break one of these: p = 0 never passes, p >= q always passes, an invalid token never."""
 
-    def own(probs):
+    def of_token(probs):
         return np.take_along_axis(probs, drafts.tokens[:, :, None], axis=2)[:, :, 0]
 
     gamma = drafts.tokens.shape[1]
-    p, q = own(drafts.p[:, :gamma]), own(drafts.q) if drafts.with_probs else 1.0
+    p, q = of_token(drafts.p[:, :gamma]), of_token(drafts.q) if drafts.with_probs else 1.0
     valid = np.arange(gamma) < drafts.length[:, None]
     reached = np.cumprod(np.pad(passing[:, :-1], ((0, 0), (1, 0)), constant_values=1) > 0, axis=1) > 0
     wrong = np.where(valid & (p > 0), (p >= q) & (passing < _STEPS), passing > 0)
@@ -338,9 +337,9 @@ def _wrong_ends(drafts: _Drafts, passing: np.ndarray) -> int:
 
 
 def _others(drafts: _Drafts, passing: np.ndarray, stretches: np.ndarray, seed: int) -> int:
-    """At how many random points the rule's outcome is not the one that bounds and stretches tell.
+    """At how many random points the rule's outcome differs from that of the bounds and intervals.
 
-    None, if each random number decides what it was taken to decide and nothing else.
+    0 if each random number decides its own test or token and nothing else.
     """
     num, gamma = passing.shape
     shape = (num, gamma + (gamma + 1) * (VOCAB - 1), _COORDINATES)  # that of `_measure`, already compiled
@@ -354,13 +353,13 @@ def _others(drafts: _Drafts, passing: np.ndarray, stretches: np.ndarray, seed: i
 
 
 def _emitted(texts, weight, passing, chances) -> list[np.ndarray]:
-    """The probability that i drafts pass and i + 1 given tokens come out, as `testing.enumerate_round` has it.
+    """The probability that i draft tokens pass and i + 1 given tokens come out, as of `testing.enumerate_round`.
 
     Args:
       texts: [texts, G].
       weight: [V] * G, the probability of each draft.
       passing: [texts, G], of each test.
-      chances: [texts, G + 1, V], of the token behind i passed drafts.
+      chances: [texts, G + 1, V], of the token after i passed draft tokens.
     """
     gamma = texts.shape[1]
     reach = np.cumprod(np.pad(passing, ((0, 0), (1, 0)), constant_values=1.0), axis=1)  # [texts, G + 1]

@@ -1,4 +1,4 @@
-"""Sampled decoding against the plain decoder's and the target's own probabilities; and an audit of the draft.
+"""Sampled decoding against the plain decoder and against the target's probabilities; and an audit of the draft.
 
 Axes: B rows, R rounds, K texts or tokens, N tokens of a text, G draft length.
 """
@@ -30,16 +30,16 @@ _SAME_MODEL = {'float32': 0.999, 'bfloat16': 0.9}  # least alpha of a draft that
 _SAME_ROWS = 16
 _ALONE = 6  # rows
 _SHIFT = 'probability moved:'
-_FLIPS = 0.05  # of the rows may differ, where rounding depends on the place in the batch
+_FLIPS = 0.05  # share of rows that may differ, since rounding depends on the place in the batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How much `sampled` does.
+    """The size of a run of `sampled`.
 
     Attributes:
       samples: speculative texts, rounded up to whole batches; there are twice as many plain ones.
-      tokens: N of a text; more than gamma + 1, to see rounds behind a full acceptance.
+      tokens: N of a text; more than gamma + 1, to include rounds after a full acceptance.
       rows: B of a batch, in which the prompts alternate.
     """
 
@@ -50,17 +50,17 @@ class Size:
 
 @dataclasses.dataclass
 class Sampled:
-    """What `sampled` found: rows for the table, and the counts of all its texts."""
+    """The result of `sampled`: rows for the table, and the counts of all its texts."""
 
     checks: list[Check]
     stats: Stats
 
 
 def sampled(pair: Pair, sources: list[np.ndarray], size: Size, progress: Progress = quiet) -> Sampled:
-    """Sampled texts against plain ones and the target's own probabilities, and an audit of the draft.
+    """Sampled texts against plain ones and against the target's probabilities, and an audit of the draft.
 
     Args:
-      sources: the prompts, int32 [S] each, of some tokens and an EOS.
+      sources: the prompts, int32 [S] each, one or more tokens and an EOS.
 
     Raises:
       FloatingPointError: the target gave NaN.
@@ -131,7 +131,7 @@ class _Batch:
 
 @dataclasses.dataclass(frozen=True)
 class _Sampler:
-    """Prefilled once; each batch has keys of its own."""
+    """Prefilled once; each batch has different keys."""
 
     target: Model
     drafter: audit.Audited
@@ -157,12 +157,12 @@ class _Sampler:
         )
 
     def keys(self, number: int) -> Array:
-        """[B], those of stream `number`."""
+        """[B] keys of stream `number`."""
         run = jax.random.fold_in(jax.random.key(self.settings.seed), number)
         return row_keys(run, np.arange(len(self.inputs.tokens)))
 
     def start(self, inputs: Inputs, keys: Array) -> SpecState:
-        """Of other prompts."""
+        """The state for other prompts."""
         return audit.start(self.target, self.drafter, inputs, keys, config=self.settings.decode)
 
     def decode(self, drafter: Drafter, state: SpecState) -> tuple[Output, Any]:
@@ -174,7 +174,7 @@ class _Sampler:
         return output, draft_state
 
     def batch(self, number: int) -> _Batch:
-        """One speculative and two plain texts a row."""
+        """One speculative and two plain texts per row."""
         config, streams = self.settings.decode, 3 * number + np.arange(3)
         output, (_, trace, _) = self.decode(self.drafter, self.state.replace(keys=self.keys(streams[0])))
         plain = [
@@ -201,10 +201,10 @@ def _follows_q(places: np.ndarray, seed: int) -> Check:
 
 
 def _sound(batches: list[_Batch]) -> Check:
-    """Sums and tokens of the drafts; their shapes are seen to when the loop is traced."""
+    """Sums and tokens of the drafts; their shapes are checked when the loop is traced."""
     error, outside, total = 0.0, 0, 0
     for batch in batches:
-        # A row that fails stops before its round is counted; what was proposed in it counts here.
+        # A row that fails stops before its round is counted; its proposal is counted here.
         failed = (np.asarray(batch.output.failed) > 0) & (np.asarray(batch.trace.end) >= 0)  # [R, B]
         drafted = audit.proposed(batch.trace, batch.output.stats) | failed[:, :, None]
         error = max(error, np.abs(np.asarray(batch.trace.total) - 1)[drafted].max(initial=0))
@@ -221,7 +221,7 @@ def _sound(batches: list[_Batch]) -> Check:
 
 
 def _independent(sampler: _Sampler, batch: _Batch) -> Check:
-    """Rows of a batch again: every second one, in reverse order, the others finished from the start; some alone."""
+    """Decodes every second row again, in reverse order, the others finished from the start; and some alone."""
     size = len(sampler.inputs.tokens)
     order, kept = np.arange(size)[::-1], np.arange(0, size, 2)
     inputs = jax.tree.map(lambda x: x[order], sampler.inputs)
@@ -261,7 +261,7 @@ def _honest(batches: list[_Batch], target: Model) -> Check:
 
 
 def _same_model(pair: Pair, sampler: _Sampler) -> Check:
-    """The target as its own draft: every draft should pass; less is slow, not wrong, and a fault of a cache."""
+    """The target as its own draft: every token should pass; fewer means a cache fault, slow but still exact."""
     size = 3 * (pair.settings.decode.gamma + 1)
     drafter = dataclasses.replace(pair.drafter, model=pair.target)
     rows = slice(0, min(_SAME_ROWS, len(sampler.inputs.tokens)))

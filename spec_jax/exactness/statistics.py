@@ -1,6 +1,6 @@
-"""Tests of whether two ways of decoding say the same, each with the size of deviation that it would find.
+"""Tests of whether two ways of decoding have one distribution, each with the deviation that it would detect.
 
-A test of n samples over cells finds, 9 times in 10, any deviation that moves at least `detectable` of the
+A test of n samples over cells detects, 9 times in 10, any deviation that moves at least `detectable` of the
 probability from some cells to others: moving d makes Pearson's statistic larger by n (2 d)^2 or more.
 
 Axes: V vocabulary, N tokens of a text, K texts.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import scipy.special
 
-FAILS_BELOW = 1e-5  # p-value; a right program falls below it once in 100,000 tests
+FAILS_BELOW = 1e-5  # p-value; a correct program falls below it once in 100,000 tests
 POWER = 0.9
 _LEAST_EXPECTED = 10  # texts in a cell of each sample
 _PLACE_CELLS = 20
@@ -23,13 +23,13 @@ _PLACE_CELLS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a test says.
+    """The result of a test.
 
     Attributes:
-      p_value: probability of a deviation as large as the one seen, if there is none in truth.
+      p_value: probability of a deviation as large as the one observed, if both distributions are equal.
       samples: how many were compared.
-      cells: how many kinds of samples were told apart.
-      detectable: the part of the probability, 0 .. 1, whose move between cells would be found; inf for none.
+      cells: how many kinds of samples were distinguished.
+      detectable: the share of the probability, 0 .. 1, whose move between cells would be detected; inf for none.
     """
 
     p_value: float
@@ -43,7 +43,7 @@ class Result:
 
 
 def detectable(effective_samples: float, degrees: int) -> float:
-    """Total variation distance that a chi-square test at `FAILS_BELOW` finds with probability `POWER`."""
+    """Total variation distance that a chi-square test at `FAILS_BELOW` detects with probability `POWER`."""
     if degrees < 1 or effective_samples <= 0:
         return math.inf
     critical = scipy.special.chdtri(degrees, FAILS_BELOW)
@@ -52,13 +52,13 @@ def detectable(effective_samples: float, degrees: int) -> float:
 
 
 def uniform(below: np.ndarray, mass: np.ndarray, seed: int) -> Result:
-    """Whether tokens follow the distributions that they are said to be drawn from.
+    """Whether tokens follow the distributions that they are reported to be drawn from.
 
     The randomised probability integral transform: tokens of different contexts become one uniform sample.
 
     Args:
       below, mass: [K], of `scoring.cumulative_place`.
-      seed: of the place within each token's stretch.
+      seed: of the place within each token's interval.
     """
     place = below + np.random.default_rng(seed).random(below.shape) * mass
     cells = int(np.clip(len(place) // (2 * _LEAST_EXPECTED), 2, _PLACE_CELLS))
@@ -72,8 +72,8 @@ def uniform(below: np.ndarray, mass: np.ndarray, seed: int) -> Result:
 def two_sample(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Result:
     """Whether two samples of texts have one distribution, over all prompts at once.
 
-    The cells of a prompt are the texts seen often enough in both samples together; rarer ones are taken
-    together by their longest common beginning that is seen often enough.
+    The cells of a prompt are the texts that are frequent enough in both samples together; rarer ones are pooled by
+    their longest common beginning that is frequent enough.
 
     Args:
       pairs: for each prompt the samples, [K, N] and [K', N] int.
@@ -108,15 +108,17 @@ def _cells(first: np.ndarray, second: np.ndarray) -> np.ndarray:
         if not len(texts):
             break
     counts = np.concatenate(columns, axis=1).astype(float)
-    if counts.shape[1] > 1 and counts[:, -1].sum() < enough:  # a last cell of a few goes to its neighbour
+    if (
+        counts.shape[1] > 1 and counts[:, -1].sum() < enough
+    ):  # a last cell of too few is merged with its neighbour
         counts = np.concatenate([counts[:, :-2], counts[:, -2:].sum(1, keepdims=True)], axis=1)
     return counts
 
 
 def balance(accepted: int, expected: float, tested: int) -> Result:
-    """Whether as many drafts pass as should: sum of min(p, q) over the tested positions (Theorem 3.5).
+    """Whether the number of accepted tokens matches sum of min(p, q) over the tested positions (Theorem 3.5).
 
-    Each test's outcome less its probability has mean 0 whatever came before, and a variance of at most 1/4.
+    Each test's outcome minus its probability has mean 0 given what came before, and a variance of at most 1/4.
 
     Args:
       accepted: draft tokens that passed.

@@ -1,1 +1,1 @@
-"""What a pair gains: decoding lines, timing them, and the figures and reports of it."""
+"""Measures the gain of a pair: decoding lines, timing, figures and reports."""

@@ -1,7 +1,7 @@
-"""alpha of any draft along texts that the target wrote: the paper's Table 3, without a speculative run.
+"""alpha of any draft along texts that the target generated: the paper's Table 3, without a speculative run.
 
-At every place of a text of the target's own, the drafter guesses one token behind the text so far, one target
-call over [newest, guess] gives p, and the text goes on with the target's token, whatever the guess was:
+At every place of such a text, the drafter proposes one token after the text so far, one target call over
+[newest, proposed] gives p, and the text continues with the target's token, whatever was proposed:
 
     text so far    Ich habe ein          the target's next token: Messer
     q              Buch .5  Messer .3  Haus .2
@@ -9,8 +9,8 @@ call over [newest, guess] gives p, and the text goes on with the target's token,
 
     alpha = the mean of sum_x min(p(x), q(x)) over the places of all texts
 
-A speculative run tests some of these places only, and those behind a rejection are not among them, so its
-`Stats` give a figure near to this one and not the same.
+A speculative run tests only some of these places, and none after a rejection, so its `Stats` give a figure close to
+this one but not equal.
 
 Source: Leviathan, Kalman and Matias 2023, arXiv 2211.17192v2, sections 3.1 and 4.2, appendix A.5.
 
@@ -46,19 +46,19 @@ from spec_jax.verification import Scores, overlap
 LENIENCES = (1.0, 0.5, 0.3, 0.1)  # Table 5; 1 is exact, the others are LOSSY
 GAMMAS = (3, 5, 7)  # of Table 2
 _RESAMPLES = 2000
-_BATCHES_AT_ONCE = 16  # texts are decoded so many batches at a time, until there are enough tokens
+_BATCHES_AT_ONCE = 16  # batches decoded at a time, until there are enough tokens
 
 
 @flax.struct.dataclass
 class Overlaps:
-    """What is counted along the texts, per row.
+    """Counts along the texts, per row.
 
     Attributes:
-      tokens: [B] int32, places looked at: the tokens of the text, EOS included.
-      proposed: [B] int32, at how many of them the drafter had a token to give.
+      tokens: [B] int32, places measured: the tokens of the text, EOS included.
+      proposed: [B] int32, places at which the drafter proposed a token.
       overlap: [B, Z] float32, the sum over the places of sum_x min(p(x) / l, q(x)), for each lenience l;
-        a place without a guess adds nothing.
-      failed: [B] int32, bits of `Failure`; 0 where all went well.
+        a place without a proposal adds 0.
+      failed: [B] int32, bits of `Failure`; 0 for none.
     """
 
     tokens: Array
@@ -78,23 +78,23 @@ def measure(
     sampling: SamplingConfig,
     leniences: Sequence[float] = (1.0,),
 ) -> Overlaps:
-    """How far draft and target agree along given texts; one compiled loop, one token a round.
+    """The overlap of draft and target along given texts; one compiled loop, one token per round.
 
     Compiled once per shape of `inputs` and `texts`, sampling and leniences.
 
     Args:
-      target: the model that wrote the texts.
-      drafter: any drafter; it proposes with gamma = 1 and each guess is said to be rejected.
-      inputs: the prompts that the texts answer.
+      target: the model that generated the texts.
+      drafter: any drafter; it proposes with gamma = 1, and each proposal is reported to it as rejected.
+      inputs: the prompts of the texts.
       texts: [B, N] int32, the target's output, as `Output.tokens`.
-      length: [B] int32, tokens of each row that count, 0 .. N.
+      length: [B] int32, valid tokens of each row, 0 .. N.
       keys: [B] PRNG keys, for drafters that sample.
-      sampling: how logits become p and q; the one that the texts were written with.
+      sampling: how logits become p and q; the one that the texts were generated with.
       leniences: each in (0, 1]; 1 is exact, all others LOSSY (`verification.LenientRule`).
 
     Raises:
-      ValueError: for texts or lengths that do not fit, a lenience out of range, or a draft of wrong shapes.
-      FloatingPointError: where the target gave NaN, or the draft probabilities or tokens that are none.
+      ValueError: for texts or lengths of wrong shapes, a lenience out of range, or a draft of wrong shapes.
+      FloatingPointError: the target gave NaN, or the draft invalid probabilities or tokens.
     """
     batch, size = inputs.tokens.shape[0], texts.shape[-1]
     if texts.shape != (batch, size) or length.shape != (batch,) or np.max(length, initial=0) > size:
@@ -129,9 +129,9 @@ def _measure(target, drafter, inputs, texts, length, keys, *, config, leniences)
 
 
 def _step(target, drafter, state, sums, token, length, config, leniences) -> tuple[SpecState, Overlaps]:
-    """One place: guess, score the guess in one target call, add up, go on with the target's own token [B].
+    """One place: propose, score the proposal in one target call, add up, continue with the text's token [B].
 
-    The context is written token by token: a drafter is never shown what the target has yet to say.
+    The context is written token by token, so a drafter never sees later tokens of the text.
     """
     draft, draft_state = propose(target, drafter, state, round_keys(state)[0], config=config)
     logits, hidden, features, cache = target_call(target, state.target_cache, state.context, draft)
@@ -154,7 +154,7 @@ def _step(target, drafter, state, sums, token, length, config, leniences) -> tup
 
 
 def _bound(scores: Scores, lenience: float) -> Array:
-    """What a draft token is tested against, p / lenience [B, 2, V] where sampled (appendix A.5)."""
+    """The bound of a draft token's test, p / lenience [B, 2, V] where sampled (appendix A.5)."""
     return scores.p if lenience == 1 else LenientRule(lenience).bound(scores)
 
 
@@ -169,15 +169,15 @@ def target_texts(
     progress=iter,
     journal: Journal | None = None,
 ) -> dict[int, np.ndarray]:
-    """The target's own output for the first lines, as many as give `num_tokens` tokens, or for all lines.
+    """The target's output for the first lines, as many as give `num_tokens` tokens, or for all lines.
 
     Args:
       target: the model.
       sources: int32 [S] each, ending in EOS.
-      settings: how to decode; gamma plays no part.
-      num_tokens: stop behind the text that reaches so many; 0 takes all lines.
+      settings: how to decode; gamma is not used.
+      num_tokens: stop after the text that reaches this number; 0 takes all lines.
       progress: wraps a list of batches.
-      journal: keeps the texts that are done.
+      journal: keeps the finished texts.
 
     Returns:
       int32 ids by line, EOS included; lines without an output are left out.
@@ -213,10 +213,10 @@ def measure_lines(
       drafter: the draft.
       sources: of all lines.
       texts: from `target_texts`.
-      settings: those that the texts were written with.
+      settings: those that the texts were generated with.
       leniences: see `measure`.
       progress: wraps a list of batches.
-      journal: keeps the lines that are done; they are not measured again.
+      journal: keeps the finished lines; they are not measured again.
 
     Returns:
       Records in the order of `texts`: tokens, proposed, and overlap, a list by lenience.
@@ -263,17 +263,17 @@ def _records(sums: Overlaps) -> list[dict[str, Any]]:
 
 
 def figures(records: Sequence[dict[str, Any]], leniences: Sequence[float], seed: int = 0) -> dict[str, Any]:
-    """What the records of `measure_lines` come to.
+    """Figures from the records of `measure_lines`.
 
     Args:
-      records: a text each, at least one.
+      records: one per text, at least one.
       leniences: those that were measured, 1 first.
       seed: of the bootstrap.
 
     Returns:
       alpha, with the ends `low` and `high` of its 95% interval (None for a single text); tokens and texts
-      that it was measured over; coverage, the share of places with a guess; expected_tokens, tokens per
-      target call by gamma (Equation 1, which takes places as independent); lenience, LOSSY alpha by l.
+      that it was measured over; coverage, the share of places with a proposal; expected_tokens, tokens per
+      target call by gamma (Equation 1, which assumes independent places); lenience, LOSSY alpha by l.
     """
     tokens = np.array([record['tokens'] for record in records])
     overlap = np.array([record['overlap'] for record in records])  # [texts, Z]
@@ -297,7 +297,7 @@ def figures(records: Sequence[dict[str, Any]], leniences: Sequence[float], seed:
 def bootstrap_interval(
     sums: np.ndarray, counts: np.ndarray, seed: int = 0, level: float = 0.95
 ) -> tuple[float | None, float | None]:
-    """The interval of sums.sum() / counts.sum() from texts drawn again with replacement (percentiles).
+    """Bootstrap interval of sums.sum() / counts.sum() over texts (percentiles).
 
     Whole texts are drawn, since the places of one text are not independent.
 

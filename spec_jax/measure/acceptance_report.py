@@ -1,9 +1,9 @@
-"""Tables and a picture of alpha, beside what the paper found.
+"""Tables and a plot of alpha, with the paper's figures.
 
-A row is `acceptance.figures` of one draft at one temperature, with `draft` (its name) and `temperature`. All that
-lenience below 1 has a part in says LOSSY.
+A row is `acceptance.figures` of one draft at one temperature, with `draft` (its name) and `temperature`. Every
+figure with lenience below 1 is marked LOSSY.
 
-Source of the figures beside ours: Leviathan, Kalman and Matias 2023, arXiv 2211.17192v2, Tables 3 and 5.
+Source of the paper's figures: Leviathan, Kalman and Matias 2023, arXiv 2211.17192v2, Tables 3 and 5.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def alpha_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def lenience_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown under a line that says LOSSY: alpha by lenience; '' where none was measured."""
+    """Markdown under a line with LOSSY: alpha by lenience; '' where none was measured."""
     rows = [row for row in rows if len(row['lenience']) > 1]
     if not rows:
         return ''
@@ -94,11 +94,11 @@ def lenience_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def markdown(rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> str:
-    """report.md: what was measured, on what, and how to read it.
+    """report.md: the figures, their definitions, and what was measured.
 
     Args:
       rows: see the module.
-      facts: what the reader has to know, by name, such as weights, data and device.
+      facts: weights, data, device and other facts, by name.
     """
     parts = [
         '# alpha, the mean of sum min(p, q)',
@@ -116,7 +116,7 @@ def markdown(rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> str:
 
 
 def plot(rows: Sequence[dict[str, Any]], title: str) -> Figure:
-    """alpha of each draft by temperature with its interval; where measured, lenience in a panel of its own."""
+    """alpha of each draft by temperature with its interval; where measured, lenience in a second panel."""
     lenient = [row for row in rows if len(row['lenience']) > 1]
     drafts = list(dict.fromkeys(row['draft'] for row in rows))
     figure = Figure(figsize=(11 if lenient else 7, 2 + 0.75 * max(len(drafts), 3)), layout='constrained')
@@ -130,7 +130,7 @@ def plot(rows: Sequence[dict[str, Any]], title: str) -> Figure:
 
 
 def _plot_alpha(axes, rows, drafts) -> None:
-    """A lane for each temperature: our bar, and above and below its middle the paper's marks."""
+    """A bar for each temperature, with the paper's marks above and below its middle."""
     temperatures = sorted({row['temperature'] for row in rows})
     lane = 0.8 / len(temperatures)
     for row in rows:
@@ -177,14 +177,14 @@ def _plot_lenience(axes, rows, drafts) -> None:
 
 
 def _paper(by_kind, draft: str, key: float) -> dict[str, float]:
-    """The paper's figure by size of the draft, for a temperature or a lenience that it tried."""
+    """The paper's figure by size of the draft, for a temperature or a lenience of its tables."""
     sizes = by_kind.get(kind_of(draft), {})
-    return {size: found[key] for size, found in sizes.items() if key in found}
+    return {size: figures[key] for size, figures in sizes.items() if key in figures}
 
 
 def _paper_cell(by_kind, draft: str, temperature: float) -> str:
-    found = _paper(by_kind, draft, temperature)
-    return ', '.join(f'{size} {_short(alpha)}'.strip() for size, alpha in found.items())
+    alphas = _paper(by_kind, draft, temperature)
+    return ', '.join(f'{size} {_short(alpha)}'.strip() for size, alpha in alphas.items())
 
 
 def _paper_lenience(row: dict[str, Any]) -> dict[str, dict[float, float]]:
@@ -196,7 +196,7 @@ def _short(alpha: float) -> str:
 
 
 def _short_name(draft: str) -> str:
-    """The end of a path is what tells drafts apart; what stands on a line of its own is left as it is."""
+    """The first line cut to the end of a path, which distinguishes drafts; further lines are unchanged."""
     name, *rest = draft.split('\n')
     return '\n'.join([name if len(name) <= 24 else '...' + name[-21:], *rest])
 

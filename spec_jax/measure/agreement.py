@@ -1,4 +1,4 @@
-"""Whether greedy outputs are the target's own, and how near to each other two tokens were where they differ.
+"""Compares greedy outputs with the plain decoder's, and scores the two tokens where they first differ.
 
 Axes: N tokens of a text.
 """
@@ -66,11 +66,11 @@ def agreement(
     speculative: list[np.ndarray],
     near_tie: float = NEAR_TIE,
 ) -> dict[str, Any]:
-    """Whether greedy outputs are the target's own.
+    """Whether greedy outputs equal the plain decoder's.
 
     Returns:
       greedy_match, the share of lines that agree; near_ties, the lines counted as agreeing though their
-      ids differ, since the target itself holds the two tokens within `near_tie` nats of each other (a call over
+      ids differ, since the target scores the two tokens within `near_tie` nats of each other (a call over
       several positions rounds differently from a call over one); mismatches, the other differences.
     """
     different = differences(target, sources, plain, speculative)

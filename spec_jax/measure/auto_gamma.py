@@ -1,11 +1,11 @@
-"""`--config.gamma=auto`: the draft length that alpha, c and the cost of rows, measured on a few prompts, favour.
+"""`--config.gamma=auto`: the best draft length for alpha, c and the cost of rows, measured on a few prompts.
 
-Theorem 3.8 takes a target call over gamma + 1 rows to cost as much as over one. Where it does not, as on a CPU or
-in a large batch, the theorem asks for drafts that are too long; hence each gamma is judged by
+Theorem 3.8 assumes that a target call over gamma + 1 rows costs as much as over one. Where it does not, as on a CPU
+or in a large batch, its drafts are too long; hence the gamma is chosen that has the highest
 
     tokens per call / (gamma c + cost of gamma + 1 rows)
 
-which is the theorem's own quotient where rows cost nothing. Both choices are told.
+which is the theorem's quotient where rows cost nothing. Both choices are reported.
 
 Source: Leviathan, Kalman and Matias 2023, arXiv 2211.17192v2, Equation 1 and Theorem 3.8.
 """
@@ -28,7 +28,10 @@ from spec_jax.models.base import Model
 from spec_jax.run.journal import Journal
 
 PROBE = 4  # draft length at which alpha and c are measured
-_MORE_ROWS = (1, 8)  # other draft lengths at which a target call is timed; between them, straight lines
+_MORE_ROWS = (
+    1,
+    8,
+)  # other draft lengths at which a target call is timed; costs between them are interpolated
 _BATCHES = 8
 _SAMPLES = 7
 
@@ -42,10 +45,10 @@ def measure(
       target: the model.
       drafter: the draft.
       sources: int32 [S] each; up to `_BATCHES` batches of them, spread over the lengths, are decoded.
-      settings: gamma is not looked at.
+      settings: gamma is not used.
 
     Returns:
-      As JSON has them: `alpha`, `tokens_per_call` and `c` at a gamma of `PROBE`; `tested`, draft tokens that alpha
+      In JSON types: `alpha`, `tokens_per_call` and `c` at a gamma of `PROBE`; `tested`, draft tokens that alpha
       is the mean over; `cost_of_rows`, [rows, plain steps] by number of rows, from one row on.
 
     Raises:
@@ -79,27 +82,27 @@ def measure(
 def settle(
     job: setup.Job, drafter: Drafter, kept: pathlib.Path, run: dict[str, Any]
 ) -> tuple[int, str, dict[str, Any]]:
-    """Measures and chooses, or finds what the same run chose before it was stopped.
+    """Measures and chooses, or reads what the same run measured before it was stopped.
 
     Args:
       job: target, sources and settings.
       drafter: the draft.
-      kept: journal of what was measured.
-      run: what it depends on.
+      kept: path of the journal of measurements.
+      run: the settings that they depend on.
 
     Returns:
-      gamma, 0 where none gains; what to tell the user; what was measured, with `choose`'s keys, for the report.
+      gamma, 0 where none gains; a message for the user; the measurements, with `choose`'s keys, for the report.
 
     Raises:
-      ValueError: no line has text, or `kept` is another run's.
+      ValueError: no line has text, or `kept` belongs to another run.
     """
     journal = Journal.open(kept, run)
     if not journal.records:
         journal.add([0], [measure(job.target, drafter, job.sources, job.settings)])
     measured = journal.records[0]
     choice = choose(measured)
-    told = f'{table(choice)}\n{sentence(measured, choice, job.settings.batch_size)}'
-    return choice['gamma'], told, measured | choice
+    message = f'{table(choice)}\n{sentence(measured, choice, job.settings.batch_size)}'
+    return choice['gamma'], message, measured | choice
 
 
 def _spread(sources: list[np.ndarray], size: int) -> list[np.ndarray]:
@@ -110,17 +113,17 @@ def _spread(sources: list[np.ndarray], size: int) -> list[np.ndarray]:
 
 
 def choose(measured: dict[str, Any], max_gamma: int = MAX_GAMMA) -> dict[str, Any]:
-    """The draft length for what was measured.
+    """The draft length for these measurements.
 
     Tokens per call at other gammas follow Equation 1 from the alpha that gives those of the probe: a draft that
-    does not always guess yields fewer of them than its alpha would.
+    does not always propose yields fewer of them than its measured alpha would.
 
     Args:
       measured: as of `measure`.
       max_gamma: longest draft.
 
     Returns:
-      `gamma`, 0 where none gains; `theorem_gamma`, Theorem 3.8's own choice; and `rows`, by gamma from 1 on a dict
+      `gamma`, 0 where none gains; `theorem_gamma`, the choice by Theorem 3.8; and `rows`, by gamma from 1 on a dict
       with `gamma`, `tokens_per_call`, `predicted` (Theorem 3.8) and `attainable`.
     """
     gammas = np.arange(1, max_gamma + 1)
@@ -155,20 +158,20 @@ def effective_alpha(tokens_per_call: float | None, gamma: int) -> float:
 
 
 def _interpolate(x: np.ndarray, known: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """By straight lines between what is known, and along the last of them beyond it."""
+    """Linear interpolation between known points, and linear extrapolation beyond the last."""
     slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
     return np.where(x <= known[-1], np.interp(x, known, values), values[-1] + slope * (x - known[-1]))
 
 
 def table(choice: dict[str, Any]) -> str:
-    """A line for each gamma, the one chosen marked."""
+    """A line for each gamma; the chosen one is marked."""
     lines = [(*row.values(), '<-' if row['gamma'] == choice['gamma'] else '') for row in choice['rows']]
     headers = ('gamma', 'tokens per call', 'Theorem 3.8', 'attainable', '')
     return tabulate(lines, headers, tablefmt='github', floatfmt='.2f')
 
 
 def sentence(measured: dict[str, Any], choice: dict[str, Any], batch_size: int) -> str:
-    """Which gamma was taken and why; where none gains, a warning that says what is in the way."""
+    """The chosen gamma and the reason; where none gains, a warning with the cause."""
     alpha, c = measured['alpha'] or 0.0, measured['c']
     rows, cost = measured['cost_of_rows'][-1]
     seen = (

@@ -1,7 +1,7 @@
-"""A sweep over drafts, temperatures, draft lengths and batch sizes on one set of lines: what is measured in a cell.
+"""A sweep over drafts, temperatures, draft lengths and batch sizes on one set of lines, cell by cell.
 
-In each cell all lines are decoded plainly and speculatively by turns (`runs.compare`), and its figures stand
-beside the theory's. A cell that is in the journal is not measured again.
+In each cell all lines are decoded plainly and speculatively by turns (`runs.compare`), and the figures are compared
+with the theory's. A cell that is in the journal is not measured again.
 
 Source of the theory: Leviathan, Kalman and Matias 2023, arXiv 2211.17192v2.
 
@@ -31,7 +31,7 @@ from spec_jax.sampling import SamplingConfig
 from spec_jax.state import Stats
 from spec_jax.text import metrics
 
-FEWEST_BATCHES = 5  # an interval from fewer would say more than is known
+FEWEST_BATCHES = 5  # an interval from fewer would be too narrow
 _RESAMPLES = 2000
 
 # --- cells --------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class Cell:
 
     def __post_init__(self):
         if self.draft in ('', 'none'):
-            raise ValueError(f'benchmark: expected drafts, got {self.draft!r} among them, which is none')
+            raise ValueError(f'benchmark: expected drafts, got {self.draft!r} among them, which is not one')
         if not 1 <= self.gamma <= MAX_GAMMA:
             raise ValueError(f'benchmark: expected gammas from 1 to {MAX_GAMMA}, got {self.gamma}')
         if self.batch_size < 1:
@@ -146,7 +146,7 @@ def measure(
     """Decodes all lines plainly and speculatively by turns.
 
     Args:
-      cell: how.
+      cell: the setting.
       job: lines, target, and the settings that cells share.
       drafter: of the cell's draft.
       metric: see `metrics.quality`.
@@ -154,11 +154,10 @@ def measure(
       progress: wraps the list of batches.
 
     Returns:
-      `runs.comparison_figures` and, as JSON has them: `alpha_low`, `alpha_high`, `speedup_low` and
-      `speedup_high`, ends of 95% intervals or None; `batches`; `position_acceptance`; `c_hat` and
-      `operations_factor` (Theorem 3.11), None where operations are not known; `quality` of both decoders;
-      `greedy_match`, `near_ties` and `mismatches` at temperature 0, None at others; `compile_seconds` of both, and
-      `seconds` that the cell took in all.
+      `runs.comparison_figures` and, in JSON types: `alpha_low`, `alpha_high`, `speedup_low` and `speedup_high`,
+      ends of 95% intervals or None; `batches`; `position_acceptance`; `c_hat` and `operations_factor` (Theorem
+      3.11), None where operations are not known; `quality` of both decoders; `greedy_match`, `near_ties` and
+      `mismatches` at temperature 0, None at others; `compile_seconds` of both, and `seconds` of the whole cell.
 
     Raises:
       ValueError: no line has text.
@@ -209,7 +208,7 @@ def rows_of(decoded: runs.Decoded) -> Stats:
 
 
 def alpha_interval(rows: Stats, seed: int = 0) -> tuple[float | None, float | None]:
-    """The 95% interval of alpha from prompts drawn again; None and None with a draft in fewer than two of them."""
+    """The 95% bootstrap interval of alpha over prompts; None and None with a draft in fewer than two of them."""
     tested = rows.tested > 0
     return acceptance.bootstrap_interval(rows.overlap[tested], rows.tested[tested], seed)
 
@@ -217,10 +216,10 @@ def alpha_interval(rows: Stats, seed: int = 0) -> tuple[float | None, float | No
 def speedup_interval(
     plain: runs.Decoded, speculative: runs.Decoded, seed: int = 0, level: float = 0.95
 ) -> tuple[float | None, float | None]:
-    """The interval of the speed-up, from batches of prompts drawn again with replacement (percentiles).
+    """Bootstrap interval of the speed-up over batches of prompts (percentiles).
 
-    A batch is drawn with both its times, for those of long prompts are long with either decoder. What a machine's
-    drift adds is within it as far as it differs between batches.
+    A batch is drawn with both its times, since those of long prompts are long with either decoder. The interval
+    includes a machine's drift as far as it differs between batches.
 
     Returns:
       Its ends; None and None for fewer than `FEWEST_BATCHES` batches.
@@ -239,9 +238,9 @@ def speedup_interval(
 
 
 def position_acceptance(rows: Stats) -> list[float | None]:
-    """At each of the G places of a draft, how often its token passed among the rounds in which it was tested.
+    """At each of the G places of a draft, the share of its tested tokens that passed.
 
-    A place is tested when all before it passed, unless the text or the draft ended there; None where none was.
+    A place is tested when all before it passed, unless the text or the draft ended there; None where never tested.
     """
     at_least = np.asarray(rows.histogram).sum(0)[::-1].cumsum()[::-1]  # rounds with so many accepted or more
     passed = at_least[1:]
@@ -253,7 +252,7 @@ def position_acceptance(rows: Stats) -> list[float | None]:
 
 
 def operations(target: Model, drafter: Drafter, alpha: float | None, gamma: int) -> dict[str, float | None]:
-    """c_hat, the draft's operations a token over the target's, and the growth of all (Theorem 3.11).
+    """c_hat, the draft's operations per token over the target's, and the growth of their total (Theorem 3.11).
 
     An operation is counted for each of a model's `parameters_read`. Both are None where target and draft are not
     models that have it, and the factor where no draft token was tested.

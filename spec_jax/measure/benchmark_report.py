@@ -1,8 +1,8 @@
-"""Tables, sentences and pictures of a sweep, beside what the paper found.
+"""Tables, sentences and plots of a sweep, with the paper's figures.
 
 A row is one of `benchmark.sweep`: a cell's values and its figures.
 
-Source of the figures beside ours: Leviathan, Kalman and Matias 2023, arXiv 2211.17192v2, Tables 2, 3 and 4.
+Source of the paper's figures: Leviathan, Kalman and Matias 2023, arXiv 2211.17192v2, Tables 2, 3 and 4.
 """
 
 from __future__ import annotations
@@ -82,17 +82,17 @@ _TABLE_2 = {
 
 
 def screen_table(rows: Sequence[Row]) -> str:
-    """What fits on a screen, a line a cell."""
+    """The columns that fit on a screen, one line per cell."""
     return _table(rows, _SCREEN)
 
 
 def every_cell(rows: Sequence[Row]) -> str:
-    """All columns, a line a cell."""
+    """All columns, one line per cell."""
     return _table(rows, _EVERY)
 
 
 def table_2(rows: Sequence[Row], task: str) -> str:
-    """The paper's Table 2: alpha, c, expected and measured by draft and temperature, and its figures in columns.
+    """As the paper's Table 2: alpha, c, expected and measured by draft and temperature, with the paper's figures.
 
     Args:
       rows: those at the draft length and batch size to show.
@@ -105,7 +105,7 @@ def table_2(rows: Sequence[Row], task: str) -> str:
 
 
 def batch_table(rows: Sequence[Row]) -> str:
-    """A line a batch size, smallest first."""
+    """One line per batch size, smallest first."""
     return _table(sorted(rows, key=lambda row: row['batch_size']), _BATCHES)
 
 
@@ -136,13 +136,13 @@ def _quality(scores: dict[str, float]) -> str:
 
 
 def _paper(row: Row, task: str, index: int) -> str:
-    """By size of the draft, at the row's temperature; of n-grams the paper has alpha alone (Table 3)."""
+    """By size of the draft, at the row's temperature; for n-grams the paper has alpha alone (Table 3)."""
     if kind_of(row['draft']) == 'model':
-        found = [figures[index] for (_, T), figures in PAPER[task].items() if T == row['temperature']]
-        return ' / '.join(f'{figure:g}' for figure in found) or '-'
+        column = [figures[index] for (_, T), figures in PAPER[task].items() if T == row['temperature']]
+        return ' / '.join(f'{figure:g}' for figure in column) or '-'
     sizes = acceptance_report.PAPER_ALPHA[task].get(kind_of(row['draft']), {})
-    found = [by_temperature.get(row['temperature']) for by_temperature in sizes.values()]
-    return f'{found[0]:g}' if index == 1 and found and found[0] is not None else '-'
+    alphas = [by_temperature.get(row['temperature']) for by_temperature in sizes.values()]
+    return f'{alphas[0]:g}' if index == 1 and alphas and alphas[0] is not None else '-'
 
 
 def _at_place(row: Row, number: int) -> float | str | None:
@@ -150,7 +150,7 @@ def _at_place(row: Row, number: int) -> float | str | None:
     return shares[number] if number < len(shares) else ''
 
 
-# --- which rows, and what they say --------------------------------------------------------------------------
+# --- selected rows, and conclusions -------------------------------------------------------------------------
 
 
 def around(rows: Sequence[Row], base: Cell, *free: str) -> list[Row]:
@@ -160,32 +160,32 @@ def around(rows: Sequence[Row], base: Cell, *free: str) -> list[Row]:
 
 
 def sentences(rows: Sequence[Row], base: Cell) -> list[str]:
-    """The fastest cell, where in batch size speculation stops paying, and whether greedy output stayed as it is."""
+    """The fastest cell, the batch size at which speculation stops gaining, and whether greedy output is equal."""
     best = max(rows, key=lambda row: row['speedup'])
     interval, predicted = _interval(best, 'speedup'), best['predicted_speedup']
     fastest = f'Fastest: {_named(best)}, {best["speedup"]:.2f} times plain decoding'
     fastest += f' (95%: {interval})' if interval else ''
-    said = [fastest + (f'; {predicted:.2f} predicted.' if predicted else '.')]
+    lines = [fastest + (f'; {predicted:.2f} predicted.' if predicted else '.')]
     batches = around(rows, base, 'batch_size')
     if len(batches) > 1:
-        said.append(batch_sentence(batches))
+        lines.append(batch_sentence(batches))
     greedy = [row for row in rows if row['greedy_match'] is not None]
     if unequal := [row for row in greedy if row['greedy_match'] < 1]:
-        said.append(
+        lines.append(
             f'WARNING: greedy output differs from plain decoding in {len(unequal)} of {len(greedy)} cells, first '
             f'in {_named(unequal[0])}: {1 - unequal[0]["greedy_match"]:.1%} of lines; see scripts/verify.py.'
         )
     elif greedy:
         ties = sum(len(row['near_ties']) for row in greedy)
-        said.append(
+        lines.append(
             f'Greedy output is equal to plain decoding in all {len(greedy)} cells at T = 0'
             + (f', {ties} lines with near-ties of the target aside.' if ties else ', token for token.')
         )
-    return said
+    return lines
 
 
 def batch_sentence(rows: Sequence[Row]) -> str:
-    """Where in batch size speculation stops paying: behind the last size at which it is faster than plain decoding.
+    """The batch size at which speculation stops gaining: the first after the last that beats plain decoding.
 
     Args:
       rows: two or more that differ in `batch_size` alone.
@@ -229,10 +229,10 @@ def markdown(rows: Sequence[Row], base: Cell, task: str, weights: str, facts: di
 
     Args:
       rows: all.
-      base: the cell that the sweep goes around.
+      base: the cell at the centre of the sweep.
       task: a key of `PAPER`.
-      weights: a line that says which weights and which device made the figures.
-      facts: what the reader has to know besides, by name.
+      weights: a line with the weights and the device of the figures.
+      facts: further facts, by name.
     """
     kinds = list(rows[0]['quality']['plain'])
     parts = [
@@ -263,8 +263,8 @@ def markdown(rows: Sequence[Row], base: Cell, task: str, weights: str, facts: di
 
 
 _LEGEND = (
-    'α is the mean of sum min(p, q) over tested positions (of a draft that falls silent, over what it did guess, '
-    "which is not the paper's α), accepted the share of them that passed, c the draft "
+    'α is the mean of sum min(p, q) over tested positions (of a draft that is empty in some rounds, over the '
+    "others, which is not the paper's α), accepted the share of them that passed, c the draft "
     "step over a plain step, cost of rows the target's call over γ + 1 positions over a plain step. Predicted is "
     'Theorem 3.8, which takes cost of rows as 1; attainable is tokens/call / (γ c + cost of the calls made), of '
     'which some are over fewer rows where a draft is short. Speed-up is of decoding proper, without prefill and '
@@ -277,30 +277,32 @@ _PLACES = (
     'neither the text nor the draft had ended, the share in which it passed too.'
 )
 
-# --- pictures -----------------------------------------------------------------------------------------------
+# --- plots --------------------------------------------------------------------------------------------------
 
 
 def pictures(rows: Sequence[Row], base: Cell, title: str) -> dict[str, Figure]:
-    """By file name; see the functions below."""
+    """Plots by file name; see the functions below."""
     lengths = around(rows, base, 'temperature', 'gamma')
-    found = {
+    plots = {
         'gamma.png': plot_gamma(lengths, base, title),
         'accepted.png': plot_accepted(around(rows, base, 'draft', 'temperature'), title),
     }
     batches = around(rows, base, 'batch_size')
     if len(batches) > 1:
-        found['batch_size.png'] = plot_batch_size(batches, f'{title}: {base.draft}, γ = {base.gamma}')
+        plots['batch_size.png'] = plot_batch_size(batches, f'{title}: {base.draft}, γ = {base.gamma}')
     shown = [row for row in around(rows, base, 'draft', 'temperature') if row['alpha'] is not None]
     if shown:
-        silent = {row['draft'] for row in shown if row['guessed'] < 1}
+        sometimes_empty = {row['draft'] for row in shown if row['guessed'] < 1}
         alphas = [
-            dict(draft=f'{row["draft"]}\nwhere it guesses' if row['draft'] in silent else row['draft'])
+            dict(
+                draft=f'{row["draft"]}\nwhere it guesses' if row['draft'] in sometimes_empty else row['draft']
+            )
             | dict(temperature=row['temperature'], alpha=row['alpha'], lenience={})
             | dict(low=row['alpha_low'], high=row['alpha_high'])
             for row in shown
         ]
-        found['alpha.png'] = acceptance_report.plot(alphas, f'{title}, γ = {base.gamma}')
-    return found
+        plots['alpha.png'] = acceptance_report.plot(alphas, f'{title}, γ = {base.gamma}')
+    return plots
 
 
 def plot_gamma(rows: Sequence[Row], base: Cell, title: str) -> Figure:
@@ -340,7 +342,7 @@ def plot_gamma(rows: Sequence[Row], base: Cell, title: str) -> Figure:
 def plot_accepted(rows: Sequence[Row], title: str) -> Figure:
     """Share of rounds by accepted tokens, a panel for each temperature and a colour for each draft.
 
-    Marks say what places of the same alpha, independent of each other, would give.
+    Marks show the shares for independent places of the same alpha.
     """
     temperatures = sorted({row['temperature'] for row in rows})
     figure = Figure(figsize=(max(6, 5 * len(temperatures)), 4.5), layout='constrained')
@@ -370,7 +372,7 @@ def plot_accepted(rows: Sequence[Row], title: str) -> Figure:
 
 
 def plot_batch_size(rows: Sequence[Row], title: str) -> Figure:
-    """Speed-up over batch size, and beside it the tokens per second of both decoders."""
+    """Speed-up over batch size, and the tokens per second of both decoders."""
     rows = sorted(rows, key=lambda row: row['batch_size'])
     figure = Figure(figsize=(10, 4.5), layout='constrained')
     left, right = figure.subplots(1, 2)
@@ -398,7 +400,7 @@ def plot_batch_size(rows: Sequence[Row], title: str) -> Figure:
     return figure
 
 
-def _with_interval(axes, x, rows: Sequence[Row], **how) -> None:
+def _with_interval(axes, x, rows: Sequence[Row], **options) -> None:
     """A line of measured speed-ups with bars where there is an interval."""
     y = np.array([row['speedup'] for row in rows])
     ends = [
@@ -406,11 +408,11 @@ def _with_interval(axes, x, rows: Sequence[Row], **how) -> None:
         for end in ('low', 'high')
     ]
     spread = np.maximum([y - ends[0], ends[1] - y], 0)
-    axes.errorbar(x, y, yerr=spread, fmt='o-', capsize=3, markersize=5, **how)
+    axes.errorbar(x, y, yerr=spread, fmt='o-', capsize=3, markersize=5, **options)
 
 
 def _short(draft: str) -> str:
-    """The end of a path is what tells drafts apart."""
+    """A name cut to its end: drafts differ in the end of their paths."""
     return draft if len(draft) <= 24 else '...' + draft[-21:]
 
 

@@ -1,6 +1,6 @@
-"""Our decoders beside transformers' on the same prompts, by turns: the clock, the figures, the tables.
+"""Our decoders and transformers' on the same prompts, by turns: timing, figures, tables.
 
-Decoders come as functions; PyTorch is not imported here (`scripts/compare_transformers.py` does).
+Decoders are passed as functions; PyTorch is imported by `scripts/compare_transformers.py` only.
 
 Axes: S source length.
 """
@@ -30,7 +30,7 @@ NAMES = {
     'plain': 'spec_jax: plain',
     'speculative': 'spec_jax: speculative',
 }
-_PAIRS = (  # rates divided, and ids held side by side
+_PAIRS = (  # decoders whose rates and ids are compared
     ('plain', 'generate'),
     ('speculative', 'assisted'),
     ('speculative', 'assisted_default'),
@@ -56,12 +56,12 @@ class Prompt:
 
 
 class Answer(NamedTuple):
-    """What a decoder made of a prompt.
+    """A decoder's output for a prompt.
 
     Attributes:
       ids: int32, EOS included; without start token and padding.
       calls: of the target's decoder.
-      stats: counts of the row, of ours alone.
+      stats: counts of the row; None for transformers' decoders.
     """
 
     ids: np.ndarray
@@ -74,12 +74,12 @@ Decode = Callable[[Prompt], Answer]
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a decoder did, by prompt.
+    """A decoder's outputs and times, by prompt.
 
     Attributes:
       answers: of its first timed run.
       seconds: of a whole call, encoder included, from the prompt to the ids on the host; median of the repeats.
-      compile_seconds: what first calls took beyond later ones.
+      compile_seconds: extra time of first calls over later ones.
     """
 
     answers: list[Answer]
@@ -88,10 +88,10 @@ class Measured:
 
 
 def prompts_of(sources: list[np.ndarray], settings: setup.Settings) -> list[Prompt]:
-    """Those with a text, shortest first.
+    """A prompt for each source with text, shortest first.
 
     Raises:
-      ValueError: there is none.
+      ValueError: no source has text.
     """
     prompts = [
         Prompt(sources[int(batch.rows[0])], inputs, keys)
@@ -119,7 +119,7 @@ def measure(
     """Decodes every prompt by each decoder in turn, forwards and backwards by turns.
 
     Args:
-      decoders: by name; each has a call that is not timed for every width of prompts.
+      decoders: by name; each has one untimed call for every width of prompts.
       prompts: one or more.
       repeats: timed runs of a prompt, at least 1.
       progress: wraps the list of runs.
@@ -176,10 +176,10 @@ def ratio_rows(
 
     Args:
       results: of `measure`.
-      target: scores again where ids differ.
+      target: re-scores tokens where ids differ.
       prompts: those measured.
       near_tie: nats, see `agreement.agreement`.
-      aims: the ratio that is aimed at, by pair.
+      aims: the goal of the ratio, by pair.
 
     Returns:
       decoder, over, ratio (of tokens/s), low and high (of the middle half of the prompts), aim or None, equal
@@ -191,8 +191,8 @@ def ratio_rows(
     sources, rows = [prompt.ids for prompt in prompts], []
     for pair in _PAIRS:
         one, other = pair
-        found = agreement.agreement(target, sources, ids[one], ids[other], near_tie)
-        ties, faults = found['near_ties'], found['mismatches']
+        agreed = agreement.agreement(target, sources, ids[one], ids[other], near_tie)
+        ties, faults = agreed['near_ties'], agreed['mismatches']
         low, high = np.quantile(rates[one] / rates[other], [0.25, 0.75]).tolist()
         figures = dict(decoder=one, over=other, ratio=overall[one] / overall[other], low=low, high=high)
         figures |= dict(aim=aims.get(pair), equal=len(sources) - len(ties) - len(faults))
@@ -201,15 +201,15 @@ def ratio_rows(
 
 
 def shared_figures(decoders: list[dict], ratios: list[dict], results: dict[str, Measured]) -> dict[str, Any]:
-    """What `report.KEYS` has names for. Rates are of whole calls, encoder included."""
+    """The figures under `report.KEYS`. Rates are of whole calls, encoder included."""
     rates = {row['decoder']: row['tokens_per_s'] for row in decoders}
-    (own,) = (row for row in ratios if (row['decoder'], row['over']) == ('speculative', 'plain'))
+    (ours_over_plain,) = (row for row in ratios if (row['decoder'], row['over']) == ('speculative', 'plain'))
     stats = analysis.add_stats([answer.stats for answer in results['speculative'].answers])
     return analysis.acceptance_figures(stats) | dict(
         plain_tokens_per_s=rates['plain'],
         tokens_per_s=rates['speculative'],
-        speedup=own['ratio'],
-        greedy_match=1 - len(own['mismatches']) / len(results['plain'].answers),
+        speedup=ours_over_plain['ratio'],
+        greedy_match=1 - len(ours_over_plain['mismatches']) / len(results['plain'].answers),
     )
 
 
@@ -217,7 +217,7 @@ def shared_figures(decoders: list[dict], ratios: list[dict], results: dict[str, 
 
 
 def decoder_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a line a decoder."""
+    """Markdown, one line per decoder."""
     lines = [
         [
             NAMES[row['decoder']],
@@ -232,7 +232,7 @@ def decoder_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def ratio_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a line a pair of decoders."""
+    """Markdown, one line per pair of decoders."""
     lines = [
         [
             NAMES[row['decoder']],
@@ -250,8 +250,8 @@ def ratio_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _ids(row: dict[str, Any]) -> str:
     ties, faults = len(row['near_ties']), len(row['mismatches'])
-    found = f'{row["equal"]} of {row["equal"] + ties + faults}'
-    return found + (f', {ties} near-ties' if ties else '') + (f', {faults} OTHERS' if faults else '')
+    text = f'{row["equal"]} of {row["equal"] + ties + faults}'
+    return text + (f', {ties} near-ties' if ties else '') + (f', {faults} OTHERS' if faults else '')
 
 
 def _table(lines: list[list], headers: list[str], text_columns: int) -> str:
@@ -269,7 +269,7 @@ def markdown(
       ratios: of `ratio_rows`.
       weights: which weights, and why they agree.
       near_tie: nats.
-      facts: what the reader has to know besides, by name.
+      facts: further facts, by name.
     """
     parts = [
         '# spec_jax beside transformers',

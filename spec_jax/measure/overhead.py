@@ -1,8 +1,8 @@
-"""What speculation costs beside the draft's own work, and from which acceptance on it gains.
+"""The cost of speculation without the draft's work, and the acceptance from which it gains.
 
-An oracle proposes the target's own plain output with each token wrong at a given rate. It looks its tokens up, so
-that c is next to nothing, and is accepted just as often as is asked of it: what is left is the target's call over
-gamma + 1 positions, the accept test and the loop. Beside it stand real drafts that cost little, on the same lines.
+An oracle proposes the target's plain output with each token wrong at a given rate. It looks its tokens up, so that
+c is close to 0, and its acceptance is as configured: what remains is the target's call over gamma + 1 positions,
+the accept test and the loop. Real drafts of low cost are measured on the same lines.
 
 Axes: B rows, G draft length, R sources, S source length, N length of a script, V vocabulary.
 """
@@ -38,13 +38,13 @@ GAINING_ALPHA = 0.2  # from which a draft that costs nothing should gain
 
 @flax.struct.dataclass
 class Oracle:
-    """Knows what is going to be said about each source.
+    """Proposes a scripted output for each source.
 
     Attributes:
-      sources: [R, S] int32, padded; a row's own is found by comparing. A source that is not among them gets the
-        first one's script.
+      sources: [R, S] int32, padded; a row's script is found by comparing its source with these. A source that is
+        not among them gets the first script.
       script: tokens [R, N], in the order of `sources`.
-      pad_id: fills up sources.
+      pad_id: padding of sources.
     """
 
     sources: Array
@@ -83,11 +83,11 @@ def make_oracle(
 
     Args:
       sources: int32 [S] each.
-      outputs: int32 each, what the target says plainly, of at most `length` tokens.
+      outputs: int32 each, the target's plain output, of at most `length` tokens.
       right: in [0, 1].
       vocab_size: V, at least 2; wrong tokens are below it.
       length: N.
-      pad_id: fills up sources, as in the batches that are decoded.
+      pad_id: padding of sources, as in the batches that are decoded.
       seed: of the places and of the wrong tokens.
     """
     random = np.random.default_rng(seed)
@@ -111,15 +111,15 @@ def check(settings: setup.Settings) -> None:
     if settings.decode.gamma < 1:
         raise ValueError('overhead: expected a draft and gamma >= 1, got plain decoding; set gamma')
     if (temperature := settings.decode.sampling.temperature) > 0:
-        raise ValueError(f'temperature: expected 0, got {temperature:g}; the oracle knows greedy output only')
+        raise ValueError(f'temperature: expected 0, got {temperature:g}; the oracle has greedy output only')
     if settings.decode.rule.lossy:
         raise ValueError(
-            f'rule: expected an exact one, got {settings.decode.rule.name}; the cost of the exact rule is asked for'
+            f'rule: expected an exact one, got {settings.decode.rule.name}; the cost of the exact rule is measured'
         )
 
 
 class _Timers:
-    """Several step timers, asked together."""
+    """Several step timers that sample together."""
 
     def __init__(self, timers):
         self.timers = timers
@@ -140,8 +140,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Decodes all lines plainly, with an oracle of each rate and with each draft, by turns.
 
-    Where a backend's rows cost time, drafts that cost little are shipped as `thrifty.Thrifty`, and oracles of the
-    rates in `RIGHT_THRIFTY` are made so beside those in `RIGHT`, which always speak.
+    Where a backend's rows cost time, drafts of low cost are built as `thrifty.Thrifty`, and so are oracles of the
+    rates in `RIGHT_THRIFTY`; those of the rates in `RIGHT` always propose.
 
     Args:
       target: the model.
@@ -203,14 +203,14 @@ def _make_oracles(make: Callable[[float], Oracle]) -> tuple[dict[str, float], di
 
 
 def conclusions(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """What the oracles say, those that are thrifty where drafts that cost little are shipped so.
+    """Figures from the oracles; from the thrifty ones where drafts of low cost are built so.
 
     Returns:
       never_right: time per token over plain decoding's at alpha = 0;
-      break_even_alpha: where the speed-up passes 1 for the last time, between two rates by a straight line; 0 where
-        it is above 1 throughout, None where it ends below;
-      speedup_at_gaining_alpha: the speed-up at alpha = `GAINING_ALPHA`, by a straight line;
-      and each once more with `_always_guessing` behind its name, of oracles that guess gamma tokens in every round.
+      break_even_alpha: where the speed-up passes 1 for the last time, by linear interpolation between two rates; 0
+        where it is above 1 throughout, None where it ends below;
+      speedup_at_gaining_alpha: the speed-up at alpha = `GAINING_ALPHA`, by linear interpolation;
+      and each again with `_always_guessing` after its name, of oracles that propose gamma tokens in every round.
     """
     always_guessing = _oracles(rows)
     shipped = _conclude(_oracles(rows, thrifty=True) or always_guessing)
@@ -233,7 +233,7 @@ def _oracles(rows: Sequence[dict[str, Any]], thrifty: bool = False) -> list[dict
 
 
 def _last_crossing(x: np.ndarray, y: np.ndarray) -> float | None:
-    """Where y, drawn through the points, rises above 1 for good."""
+    """The x at which y, interpolated linearly, rises above 1 for the last time."""
     below = np.flatnonzero(y <= 1)
     if not below.size:
         return 0.0
@@ -259,7 +259,7 @@ _COLUMNS = {
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a line for each draft."""
+    """Markdown, one line per draft."""
     lines = [
         [row['draft'].replace('|', r'\|')]
         + ['-' if row[key] is None else format(row[key], spec) for key, spec in _COLUMNS.values()]
@@ -270,31 +270,31 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return tabulate(lines, headers, tablefmt='github', disable_numparse=True, colalign=align)
 
 
-def sentences(found: dict[str, float | None], gamma: int) -> list[str]:
-    """`conclusions` in words, each beside what is aimed at."""
+def sentences(figures: dict[str, float | None], gamma: int) -> list[str]:
+    """`conclusions` in words, each with its goal."""
     always = {
         name.removesuffix('_always_guessing'): one
-        for name, one in found.items()
+        for name, one in figures.items()
         if name.endswith('_always_guessing')
     }
     return [
-        f'A draft that is never right takes {found["never_right"]:.2f} times plain decoding per token at gamma = '
+        f'A draft that is never right takes {figures["never_right"]:.2f} times plain decoding per token at gamma = '
         f'{gamma} (the aim at gamma = 3: at most {NEVER_RIGHT_LIMIT}); {always["never_right"]:.2f} times if it '
         f'guesses {gamma} tokens all the same.',
-        f'A draft that costs nothing is faster than plain decoding {_gains(found)} (the aim: from '
-        f'{GAINING_ALPHA}); at alpha = {GAINING_ALPHA} it is {found["speedup_at_gaining_alpha"]:.2f} times as '
+        f'A draft that costs nothing is faster than plain decoding {_gains(figures)} (the aim: from '
+        f'{GAINING_ALPHA}); at alpha = {GAINING_ALPHA} it is {figures["speedup_at_gaining_alpha"]:.2f} times as '
         f'fast. One that guesses {gamma} tokens in every round: {_gains(always)}; '
         f'{always["speedup_at_gaining_alpha"]:.2f} times.',
     ]
 
 
-def _gains(found: dict[str, float | None]) -> str:
-    crossing = found['break_even_alpha']
+def _gains(figures: dict[str, float | None]) -> str:
+    crossing = figures['break_even_alpha']
     return 'at no alpha' if crossing is None else f'from alpha = {crossing:.2f} on'
 
 
 def markdown(rows: Sequence[dict[str, Any]], gamma: int, facts: dict[str, Any]) -> str:
-    """report.md: the conclusions, the table, what the columns mean, and what was measured on."""
+    """report.md: the conclusions, the table, the meaning of its columns, and the setup."""
     parts = [
         '# What speculation costs, and when it gains',
         *sentences(conclusions(rows), gamma),
@@ -314,7 +314,7 @@ def markdown(rows: Sequence[dict[str, Any]], gamma: int, facts: dict[str, Any]) 
 def plot(rows: Sequence[dict[str, Any]], title: str) -> Figure:
     """Speed-up over alpha: the oracle measured and attainable, each draft, and plain decoding's 1.
 
-    A draft stands at the alpha at which an oracle has as many tokens per call, since it may not always guess.
+    A draft is drawn at the alpha at which an oracle has as many tokens per call, since it may not always propose.
     """
     figure = Figure(figsize=(7, 5), layout='constrained')
     axes = figure.subplots()
@@ -346,5 +346,5 @@ def plot(rows: Sequence[dict[str, Any]], title: str) -> Figure:
 
 
 def _short_name(draft: str) -> str:
-    """The end of a path is what tells drafts apart."""
+    """A name cut to its end: drafts differ in the end of their paths."""
     return draft if len(draft) <= 32 else '...' + draft[-29:]

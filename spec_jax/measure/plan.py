@@ -1,4 +1,4 @@
-"""What speculation would gain at each draft length, from alpha and c alone: no model needed.
+"""The gain of speculation at each draft length, from alpha and c alone: no model needed.
 
 Source: Leviathan, Kalman and Matias 2023, Equation 1, Theorems 3.8 and 3.11, Corollary 3.9.
 """
@@ -64,18 +64,18 @@ def plan(alpha: float, c: float, c_hat: float, max_gamma: int) -> dict[str, Any]
     )
 
 
-def table(found: dict[str, Any]) -> str:
-    """A line for each gamma, the best one marked."""
+def table(planned: dict[str, Any]) -> str:
+    """A line for each gamma; the best one is marked."""
     lines = [
-        (*(row[name] for name in _COLUMNS), 'best' if row['gamma'] == found['best_gamma'] else '')
-        for row in found['rows']
+        (*(row[name] for name in _COLUMNS), 'best' if row['gamma'] == planned['best_gamma'] else '')
+        for row in planned['rows']
     ]
     return tabulate(lines, [*_COLUMNS.values(), ''], tablefmt='github', floatfmt='.2f')
 
 
-def sentence(found: dict[str, Any], alpha: float, c: float) -> str:
-    """What the table says, in words."""
-    gamma = found['best_gamma']
+def sentence(planned: dict[str, Any], alpha: float, c: float) -> str:
+    """The table's conclusion in words."""
+    gamma = planned['best_gamma']
     if not gamma:
         why = (
             f'alpha = {alpha:g} is not above c = {c:g}'
@@ -85,21 +85,21 @@ def sentence(found: dict[str, Any], alpha: float, c: float) -> str:
         return (
             f'No draft length gains anything: {why}. Decode plainly, or find a likelier or a cheaper draft.'
         )
-    best = found['rows'][gamma]
-    said = (
+    best = planned['rows'][gamma]
+    text = (
         f'gamma = {gamma} is best: {best["tokens_per_call"]:.2f} tokens per target call, {best["speedup"]:.2f} '
         f'times as fast as plain decoding, for {best["operations"]:.2f} times its arithmetic operations.'
     )
-    if gamma == len(found['rows']) - 1:
-        said += ' A longer draft may be better still: raise --max_gamma.'
-    return said
+    if gamma == len(planned['rows']) - 1:
+        text += ' A longer draft may be better still: raise --max_gamma.'
+    return text
 
 
-def plot(found: dict[str, Any], alpha: float, c: float) -> Figure:
+def plot(planned: dict[str, Any], alpha: float, c: float) -> Figure:
     """Speed-up, tokens per call and operations over gamma."""
     figure = Figure(figsize=(7, 4.5), layout='constrained')
     axes = figure.subplots()
-    gammas = [row['gamma'] for row in found['rows']]
+    gammas = [row['gamma'] for row in planned['rows']]
     series = (
         ('tokens_per_call', 'tokens per target call: the speed-up of a draft that costs nothing', '--', 'C0'),
         ('speedup', f'speed-up at c = {c:g}', 'o-', 'C0'),
@@ -107,12 +107,12 @@ def plot(found: dict[str, Any], alpha: float, c: float) -> Figure:
     )
     for name, label, style, colour in series:
         axes.plot(
-            gammas, [row[name] for row in found['rows']], style, color=colour, markersize=4, label=label
+            gammas, [row[name] for row in planned['rows']], style, color=colour, markersize=4, label=label
         )
     axes.axhline(1, color='black', linewidth=0.8)
-    if best := found['best_gamma']:
+    if best := planned['best_gamma']:
         axes.plot(
-            best, found['rows'][best]['speedup'], 'o', color='C3', markersize=9, label=f'best: γ = {best}'
+            best, planned['rows'][best]['speedup'], 'o', color='C3', markersize=9, label=f'best: γ = {best}'
         )
     axes.set(xlabel='γ, tokens drafted per target call', ylim=(0, None), title=f'α = {alpha:g}, c = {c:g}')
     axes.xaxis.get_major_locator().set_params(integer=True)

@@ -41,8 +41,8 @@ class Decoded:
       seconds: decoding time of all batches, prefill and compilation excluded; None if not measured.
       prefill_seconds: encoding time of all batches; None if not measured.
       stats: summed counts.
-      compile_seconds: what the first run of each shape took beyond a later one; None if not measured. Next to
-        nothing for a program that was compiled before.
+      compile_seconds: extra time of the first run of each shape over a later one; None if not measured. Close to 0
+        for a program that was compiled before.
       batch_seconds: `seconds` by batch; empty if not measured.
       batch_stats: counts by batch, arrays by row as of `Output`; empty if not measured.
     """
@@ -97,7 +97,7 @@ def decode_lines(
     Args:
       sources: int32 [S] each, ending in EOS; EOS alone gives an empty output.
       progress: wraps the list of batches, for instance tqdm.
-      journal: notes each batch that is done; the lines in it are not decoded again.
+      journal: records each finished batch; the lines in it are not decoded again.
     """
     records = {} if journal is None else journal.records
     for batch, inputs, keys in progress(list(batches(sources, settings))):
@@ -131,7 +131,7 @@ def row_ids(output: Output) -> list[np.ndarray]:
 
 
 def _counts(output: Output) -> Iterator[dict[str, Any]]:
-    """The counts of each row, as JSON has them."""
+    """The counts of each row, in JSON types."""
     columns = [np.asarray(getattr(output.stats, name)).tolist() for name in STATS]
     return (dict(zip(STATS, row, strict=True)) for row in zip(*columns, strict=True))
 
@@ -148,7 +148,7 @@ def compare(
     """Decodes every line by each program, batch by batch in turn, and times them.
 
     A batch's time is the median of `repeats` runs; each shape is compiled before it is timed. Prefill is
-    timed apart, as the same program's run over a batch of finished rows, and taken off. The timer, where
+    timed separately, as the same program's run over a batch of finished rows, and subtracted. The timer, where
     there is one, takes `TIMER_SAMPLES` samples, spread over the run.
     """
     every = some_batches(sources, settings)
@@ -216,7 +216,7 @@ def step_timer(
 def comparison_figures(
     results: dict[str, Decoded], times: dict[str, float], settings: Settings
 ) -> dict[str, Any]:
-    """The report's figures of speed, beside the theory.
+    """The report's figures of speed, with the theory's.
 
     Args:
       results: `compare`'s, of 'plain' and 'speculative'.
@@ -257,7 +257,7 @@ def comparison_figures(
 
 
 def _mean_cost(calls: np.ndarray, times: dict[str, float], gamma: int) -> float:
-    """Of the calls that were made, in plain steps; `Stats.calls` [G + 1] says over how many rows."""
+    """Mean cost of the calls that were made, in plain steps; `Stats.calls` [G + 1] counts them by draft length."""
     seconds = [times['plain_step']] + [
         times.get(timing.call_name(length, gamma), times['target_call']) for length in range(1, gamma + 1)
     ]

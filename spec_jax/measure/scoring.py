@@ -1,4 +1,4 @@
-"""Given texts under a target: the loop's own round, with the next token written down in place of the rule's.
+"""Scores of given texts under a target: the loop's round, with the text's next token in place of the rule's.
 
 Axes: B rows, N tokens of a text, S source length, G draft depth, V vocabulary.
 """
@@ -26,11 +26,11 @@ _UNTEMPERED = SamplingConfig()
 
 @flax.struct.dataclass
 class TextScores:
-    """How a target rates each token of given texts, given those before it.
+    """A target's scores of each token of given texts, given those before it.
 
     Attributes:
       below, mass: [B, N] float32, of `cumulative_place`.
-      gap: [B, N] float32, nats between the token and the likeliest one.
+      gap: [B, N] float32, nats between the token and the most probable one.
     """
 
     below: Array
@@ -41,13 +41,13 @@ class TextScores:
 def score_texts(
     target: Model, sources: Array, mask: Array, texts: Array, sampling: SamplingConfig = _UNTEMPERED
 ) -> TextScores:
-    """Scores texts by calls over one token, as the plain decoder's.
+    """Scores texts by calls over one token, as those of the plain decoder.
 
     Args:
       target: the model.
       sources: [B, S] int32, and their mask [B, S] bool.
       mask: True at real tokens.
-      texts: [B, N] int32, the outputs; after a text's end whatever pads it is scored.
+      texts: [B, N] int32, the outputs; padding after a text's end is scored too.
       sampling: how the logits become a distribution.
     """
     config = DecodeConfig(gamma=0, max_new_tokens=texts.shape[1], sampling=sampling)
@@ -62,7 +62,7 @@ def _score_texts(target, inputs, texts, *, config) -> TextScores:
 
 
 def score_from(target: Model, state: SpecState, texts: Array, *, config: DecodeConfig) -> TextScores:
-    """`score_texts`, to be traced, from a plain decoder's `start`."""
+    """`score_texts` from a plain decoder's `start`; can be traced."""
     drafter, sampling = NoDrafter(), config.sampling
 
     def step(state, token):
@@ -103,10 +103,9 @@ def advance_by(
 
 
 def cumulative_place(probs: Array, tokens: Array) -> tuple[Array, Array]:
-    """Where a token stands in its distribution, the tokens laid side by side from the likeliest on.
+    """A token's interval [below, below + mass) of [0, 1), with the tokens in the order of falling probability.
 
-    A token drawn from `probs` falls at a place that is uniform in [0, 1) once it is drawn from the token's own
-    stretch, [below, below + mass).
+    For a token drawn from `probs`, a place drawn uniformly from its interval is uniform in [0, 1).
 
     Args:
       probs: [..., V].

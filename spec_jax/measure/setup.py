@@ -1,4 +1,4 @@
-"""What a config names, checked and loaded: settings, lines, tokenizer and target.
+"""Checks and loads what a config names: settings, lines, tokenizer and target.
 
 Axes: S source length.
 """
@@ -35,7 +35,7 @@ class Settings:
       max_source_length: widest source, EOS included.
       narrowest: narrowest batch that sources are padded to; the wider, the fewer programs are compiled.
       seed: of the run; each line's key is folded from it and the line's number.
-      pad_id: fills up sources; the target's (`fit_to_vocabulary`).
+      pad_id: padding of sources; the target's (`fit_to_vocabulary`).
     """
 
     decode: DecodeConfig
@@ -55,13 +55,13 @@ class Settings:
 
 
 def settings_from(config: ConfigDict, auto: int | None = None) -> Settings:
-    """The settings that a config asks for; plain decoding (gamma 0) where it names no draft.
+    """The settings of a config; plain decoding (gamma 0) where it names no draft.
 
-    The batch size is the next one that `mesh.data` divides.
+    The batch size is rounded up to a multiple of `mesh.data`.
 
     Args:
       config: a recipe.
-      auto: stands for a gamma of `AUTO` until one is chosen; None refuses it.
+      auto: used for a gamma of `AUTO` until one is chosen; None refuses `AUTO`.
 
     Raises:
       ValueError: for a value out of range.
@@ -95,7 +95,7 @@ def settings_from(config: ConfigDict, auto: int | None = None) -> Settings:
 
 
 def fit_to_vocabulary(settings: Settings, target: Model, tokenizer) -> Settings:
-    """Keeps ids out that the head has rows for and the tokenizer no pieces (T5: 32128 and 32100)."""
+    """Excludes ids that the head has rows for but the tokenizer no pieces (T5: 32128 and 32100)."""
     if len(tokenizer) > target.spec.vocab_size:
         raise ValueError(
             f"expected a tokenizer of at most {target.spec.vocab_size} pieces, the rows of the target's head; "
@@ -106,19 +106,19 @@ def fit_to_vocabulary(settings: Settings, target: Model, tokenizer) -> Settings:
 
 
 def checksum(sources: Sequence[np.ndarray]) -> int:
-    """A number that tells one set of encoded lines from another, for journals."""
+    """CRC-32 of a set of encoded lines, for journals."""
     return zlib.crc32(b''.join(ids.tobytes() for ids in sources))
 
 
 def one_width(settings: Settings, sources: Sequence[np.ndarray]) -> Settings:
-    """Pads all batches alike, to the longest source: where one compilation a program outweighs the padding."""
+    """Pads all batches to the longest source: for runs in which further compilations cost more than padding."""
     longest = max([settings.narrowest, *map(len, sources)])
     return dataclasses.replace(settings, max_source_length=longest, narrowest=longest)
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a config names, loaded.
+    """The loaded contents of a config.
 
     Attributes:
       examples: lines of the data.
@@ -126,7 +126,7 @@ class Job:
       num_truncated: how many of them were cut.
       tokenizer: the target's.
       target: the model.
-      settings: those asked for, fitted to the vocabulary.
+      settings: of the config, fitted to the vocabulary.
     """
 
     examples: list[data.Example]
@@ -145,7 +145,7 @@ class Job:
 
 
 def load(config: ConfigDict, settings: Settings, default_limit: int | None = None) -> Job:
-    """Reads the data, the target and its tokenizer; whatever is placed from here on is placed on the config's mesh.
+    """Reads the data, the target and its tokenizer, and sets the config's mesh for all later placements.
 
     Args:
       config: with `target`, `dtype`, `max_source_length`, `on_long`, `mesh` and `data`: `path` is a file
@@ -154,7 +154,7 @@ def load(config: ConfigDict, settings: Settings, default_limit: int | None = Non
       default_limit: how many lines to take where `data.limit` is 0; None for all.
 
     Raises:
-      OSError, ValueError: a file, a data set or a model is missing, damaged or unfit.
+      OSError, ValueError: a file, a data set or a model is missing, damaged or unsuitable.
     """
     sharding.use_mesh(*sharding.mesh_sizes(config.get('mesh')))
     examples = _read(config.data, config.data.limit or default_limit)

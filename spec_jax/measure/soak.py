@@ -1,7 +1,7 @@
 """A long run of mixed lengths: is each shape compiled once, and does memory stay flat?
 
-The prompts come in passes. Each has all widths of batches in it, so the first pass compiles all that there is to
-compile, and whatever is compiled or kept behind it is one too many.
+The prompts come in passes. Each contains all widths of batches, so the first pass compiles every program, and any
+compilation or growth of memory after it is a fault.
 
 Axes: B rows of a batch, S source length.
 """
@@ -34,11 +34,11 @@ _COMPILED = (
 _FROM_CACHE = '/jax/compilation_cache/cache_hits'
 _STATM = pathlib.Path('/proc/self/statm')  # in pages: all memory, then what is resident
 _BATCHES = 2  # of each width in a pass
-_WARM_UP = 0.25  # share of the passes whose memory is not judged: allocators are still taking their fill
+_WARM_UP = 0.25  # share of the passes whose memory is not tested: allocators are still growing
 
 
 class Compilations:
-    """Counts, between `with` and its end, the programs that JAX compiles.
+    """Counts the programs that JAX compiles within a `with` block.
 
     Attributes:
       count: compiled, or read from the compilation cache.
@@ -66,14 +66,14 @@ class Compilations:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What stands after a pass.
+    """The state of the process after a pass.
 
     Attributes:
       prompts: decoded so far.
       compilations: so far.
       resident_mb: memory of the process, in MB of 10^6 bytes.
-      device_mb: memory in use on the first device; None where the backend does not tell (CPU).
-      live_arrays: JAX arrays that somebody holds.
+      device_mb: memory in use on the first device; None where the backend does not report it (CPU).
+      live_arrays: JAX arrays that are alive.
     """
 
     prompts: int
@@ -84,21 +84,21 @@ class Sample:
 
 
 def make_passes(sources: Sequence[np.ndarray], prompts: int, settings: Settings) -> list[list[np.ndarray]]:
-    """Prompts of every length, cut from the sources laid end to end, which begin anew where they end.
+    """Prompts of every length, cut from the concatenated sources, which are repeated as needed.
 
     A pass begins with an empty line and has two batches of each width (`batches.bucket_lengths`), of lengths drawn
     evenly. The last pass may be shorter.
 
     Args:
       sources: int32 [S] each, ending in EOS.
-      prompts: how many are wanted, at least two passes.
+      prompts: how many to make, at least two passes.
       settings: the batch size, the widths, and the seed of the lengths.
 
     Returns:
       Passes of prompts, int32 [S] each, ending in EOS.
 
     Raises:
-      ValueError: too few prompts are asked for, or the sources have no text.
+      ValueError: `prompts` is too small, or the sources have no text.
     """
     text = np.concatenate([np.zeros(0, np.int32), *(ids[:-1] for ids in sources)])
     if not len(text):
@@ -125,7 +125,7 @@ def make_passes(sources: Sequence[np.ndarray], prompts: int, settings: Settings)
 
 @dataclasses.dataclass(frozen=True)
 class Soaked:
-    """What a run has left.
+    """The results of a run.
 
     Attributes:
       samples: one before the first pass, then one after each.
@@ -148,14 +148,14 @@ def run(
     progress=iter,
     stop: Callable[[], bool] = lambda: False,
 ) -> Soaked:
-    """Decodes the passes, each with a seed of its own, and looks at the process after each.
+    """Decodes the passes, each with a different seed, and samples the process after each.
 
     Args:
       program: as of `runs.speculative_program`.
       passes: of `make_passes`.
       settings: of the program; its seed is the first pass's, the next one's is one more.
       progress: wraps the list of passes, for instance tqdm.
-      stop: asked after each pass; True ends the run there.
+      stop: called after each pass; True ends the run there.
     """
     total, start = None, time.perf_counter()
     with Compilations() as compilations:
@@ -172,7 +172,7 @@ def run(
 
 
 def _sample(prompts: int, compilations: Compilations) -> Sample:
-    gc.collect()  # what waits for it is no leak
+    gc.collect()  # garbage not yet collected is not a leak
     memory = jax.devices()[0].memory_stats()
     return Sample(
         prompts=prompts,
@@ -190,7 +190,7 @@ def resident_bytes() -> int:
       OSError: not on Linux.
     """
     if not _STATM.exists():
-        raise OSError(f'{_STATM}: expected Linux, where it tells the memory of a process; got none')
+        raise OSError(f'{_STATM}: expected Linux, where it has the memory of a process; got none')
     return int(_STATM.read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
 
 
@@ -199,17 +199,17 @@ def figures(soaked: Soaked, max_growth_mb: float) -> dict[str, Any]:
 
     Args:
       soaked: of `run`.
-      max_growth_mb: how much memory may grow behind the warm-up, in MB.
+      max_growth_mb: how much memory may grow after the warm-up, in MB.
 
     Returns:
       prompts and seconds; compilations_first_pass, compilations_later and, of both, compilations_from_cache;
       live_arrays after the first and the last pass; warm_up_prompts; for `resident` and, where it is known,
-      `device` the largest (max_mb), and behind the warm-up the slope (mb_per_1000_prompts) and what it adds up to
+      `device` the largest (max_mb), and after the warm-up the slope (mb_per_1000_prompts) and the total growth
       (growth_mb); faults, in words; the samples.
     """
     _, first, *_ = samples = soaked.samples
     warm = _warmed(samples)
-    found = dict(
+    measured = dict(
         prompts=samples[-1].prompts,
         seconds=soaked.seconds,
         compilations_first_pass=first.compilations,
@@ -224,12 +224,14 @@ def figures(soaked: Soaked, max_growth_mb: float) -> dict[str, Any]:
         if memory[0] is not None:
             slope = _slope([s.prompts for s in warm], memory[-len(warm) :])
             growth = slope * (warm[-1].prompts - warm[0].prompts)
-            found[where] = dict(max_mb=max(memory), mb_per_1000_prompts=1e3 * slope, growth_mb=growth)
-    return found | dict(faults=_faults(found), samples=[dataclasses.asdict(sample) for sample in samples])
+            measured[where] = dict(max_mb=max(memory), mb_per_1000_prompts=1e3 * slope, growth_mb=growth)
+    return measured | dict(
+        faults=_faults(measured), samples=[dataclasses.asdict(sample) for sample in samples]
+    )
 
 
 def _warmed(samples: list[Sample]) -> list[Sample]:
-    """Those behind the warm-up, which is the first pass at the least."""
+    """The samples after the warm-up, which is at least the first pass."""
     return samples[max(1, round(_WARM_UP * (len(samples) - 1))) :]
 
 
@@ -238,12 +240,12 @@ def _slope(x: list[float], y: list[float]) -> float:
     return float(np.polyfit(x, y, 1)[0]) if len(x) > 1 else 0.0
 
 
-def _faults(found: dict[str, Any]) -> list[str]:
-    """What is not as it should be: a line each."""
-    faults, (first, last) = [], found['live_arrays']
-    if later := found['compilations_later']:
+def _faults(measured: dict[str, Any]) -> list[str]:
+    """The faults, one line each."""
+    faults, (first, last) = [], measured['live_arrays']
+    if later := measured['compilations_later']:
         faults.append(
-            f'{later} programs were compiled behind the first pass, which had every width in it; expected none: '
+            f'{later} programs were compiled after the first pass, which had every width in it; expected none: '
             'some shape or static argument is new from prompt to prompt'
         )
     if last > first:
@@ -252,30 +254,32 @@ def _faults(found: dict[str, Any]) -> list[str]:
             'something keeps outputs'
         )
     for where in ('resident', 'device'):
-        if where in found and (growth := found[where]['growth_mb']) > found['max_growth_mb']:
+        if where in measured and (growth := measured[where]['growth_mb']) > measured['max_growth_mb']:
             faults.append(
-                f'{where} memory grew by {growth:.1f} MB behind the first {found["warm_up_prompts"]} prompts; '
-                f'expected at most {found["max_growth_mb"]:g}: something is kept from prompt to prompt'
+                f'{where} memory grew by {growth:.1f} MB after the first {measured["warm_up_prompts"]} prompts; '
+                f'expected at most {measured["max_growth_mb"]:g}: something is kept from prompt to prompt'
             )
     return faults
 
 
-def summary(found: dict[str, Any]) -> str:
-    """The figures, a line each, then the verdict."""
-    first, last = found['live_arrays']
-    compiled, cached = found['compilations_first_pass'], found['compilations_from_cache']
+def summary(measured: dict[str, Any]) -> str:
+    """The figures, one per line, then the verdict."""
+    first, last = measured['live_arrays']
+    compiled, cached = measured['compilations_first_pass'], measured['compilations_from_cache']
     rows = [
-        ('prompts', f'{found["prompts"]} in {found["seconds"]:.0f} s'),
+        ('prompts', f'{measured["prompts"]} in {measured["seconds"]:.0f} s'),
         ('programs compiled in the first pass', f'{compiled}; in the whole run {cached} came from the cache'),
-        ('programs compiled later', found['compilations_later']),
+        ('programs compiled later', measured['compilations_later']),
         ('JAX arrays alive, first and last pass', f'{first}, {last}'),
     ]
     for where in ('resident', 'device'):
-        if where in found:
-            mb = found[where]
-            slope = f'{mb["mb_per_1000_prompts"]:+.1f} MB per 1,000 prompts behind the warm-up'
+        if where in measured:
+            mb = measured[where]
+            slope = f'{mb["mb_per_1000_prompts"]:+.1f} MB per 1,000 prompts after the warm-up'
             rows.append((f'{where} memory', f'{mb["max_mb"]:.0f} MB at most, {slope}'))
-    verdict = [f'FAILED: {fault}' for fault in found['faults']] or ['bounded: each shape once, memory flat']
+    verdict = [f'FAILED: {fault}' for fault in measured['faults']] or [
+        'bounded: each shape once, memory flat'
+    ]
     return '\n'.join([tabulate(rows, tablefmt='plain', disable_numparse=True), *verdict])
 
 

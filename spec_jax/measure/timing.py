@@ -1,8 +1,8 @@
-"""What a plain step, a call over several rows and a draft step cost, each measured inside one compiled loop.
+"""Times of a plain step, a call over several rows and a draft step, each measured inside one compiled loop.
 
-A step is timed as the loop runs it: caches in place, the next call fed by the last, no dispatch from
-Python in between. A draft is timed between target calls, which leave little of its weights in the processor's
-caches: alone, it would look cheaper than it is.
+A step is timed as the loop runs it: caches updated in place, each call with the last one's tokens, no dispatch from
+Python in between. A draft is timed between target calls, which evict its weights from the processor's caches: timed
+alone, it would be faster than in the loop.
 
 Axes: B rows, G draft length.
 """
@@ -28,7 +28,7 @@ from spec_jax.sampling import likeliest, logits_to_probs, row_keys
 from spec_jax.types import Draft, Inputs
 
 _start = jit(start, static_argnames='config')
-_STEPS = 24  # calls a measurement; the caches hold about half a typical output on average
+_STEPS = 24  # calls per measurement; the caches hold about half a typical output on average
 
 
 @jit(static_argnames='config')
@@ -43,7 +43,7 @@ def _plain_steps(target, state, *, config, steps):
 
 @jit(static_argnames=('config', 'nodes'))
 def _target_calls(target, state, *, config, nodes, steps):
-    """`steps` calls over the newest token and `nodes` more, each fed with the last one's likeliest."""
+    """`steps` calls over the newest token and `nodes` more, each with the last one's most probable tokens."""
     drafted = jnp.zeros((len(state.done), nodes), jnp.int32)
 
     def body(_, carry):
@@ -79,22 +79,22 @@ def _call(target, cache, context, drafted, config):
 
 
 def _tokens(logits, sampling):
-    """A token for each of the logits [B, G + 1, V], by way of what the rule needs of them."""
+    """A token for each of the logits [B, G + 1, V], through the same distribution that the rule computes."""
     if sampling.temperature == 0:
         return likeliest(logits, sampling)
     return first(logits_to_probs(logits, sampling) > 0)
 
 
 def call_name(length: int, gamma: int) -> str:
-    """What the time of a target call over a draft of some length is called."""
+    """The name of the time of a target call over a draft of some length."""
     return 'target_call' if length == gamma else f'target_call_{length + 1}_rows'
 
 
 class StepTimer:
-    """Times plain step, target calls, and target call with a draft before it in turn, as often as it is asked to.
+    """Times plain step, target calls, and target call with a draft before it in turn, one sample per `measure`.
 
-    Asked now and then during a longer measurement, its medians and those of that measurement see the same
-    machine, whose speed may drift. Ratios are more to be trusted than times.
+    Sampled throughout a longer measurement, its medians are subject to the same drift of the machine's speed as
+    that measurement. Ratios are more reliable than times.
     """
 
     def __init__(self, target: Model, drafter: Drafter | None, inputs: Inputs, config: DecodeConfig):
@@ -135,8 +135,8 @@ class StepTimer:
             self.seconds[name].append((time.perf_counter() - start) / self.steps)
 
     def medians(self) -> dict[str, float]:
-        """Seconds of `plain_step`, `target_call`, `draft_step`, a gamma-th of what a draft adds to a call, and of
-        the calls over fewer rows that the loop makes (`call_name`).
+        """Seconds of `plain_step`, `target_call`, `draft_step` (the time that a draft adds to a call, over gamma),
+        and of the calls over fewer rows that the loop makes (`call_name`).
         """
         taken = dict(self.seconds)
         both = taken.pop('draft_and_call', None)

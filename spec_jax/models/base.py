@@ -1,7 +1,7 @@
-"""What the decoding loop asks of a model.
+"""The interface between the decoding loop and a model.
 
 A model is a pytree: its parameters are leaves, so that they enter `jax.jit` as arguments, and all
-else is static. Any class with these members will do; nothing has to inherit from `Model`.
+else is static. Any class with these members can be used; it need not inherit from `Model`.
 
 Axes: B rows, T tokens of one call, G draft depth, V vocabulary, D model width, F feature width.
 """
@@ -24,7 +24,7 @@ class ModelSpec:
       vocab_size: V, rows of the head.
       eos_ids: the tokens that end an output; chat models have several.
       pad_id: the token that fills up a row after its end.
-      feature_layers: the layers whose outputs `decode` and `prefill` return as features; none for none.
+      feature_layers: the layers whose outputs `decode` and `prefill` return as features; empty for no features.
     """
 
     vocab_size: int
@@ -42,13 +42,13 @@ class Model(Protocol):
         """Reads prompts: all but the newest token of the context.
 
         Args:
-          inputs: of B rows; one with an empty mask gets a context of length 1 all the same.
+          inputs: of B rows; a row with an empty mask still gets a context of length 1.
           num_slots: tokens that may follow the prompt, drafts included: room for them in context and cache.
         """
         ...
 
     def decode(self, block: Block, cache: Cache) -> tuple[Array, Array | None, Cache]:
-        """Reads a block after the tokens that the cache keeps; `keep` then says how many of them stay.
+        """Reads a block after the tokens in the cache; `keep` then sets how many of them stay.
 
         Returns:
           hidden [B, T, D], features [B, T, F] or None, and the cache.

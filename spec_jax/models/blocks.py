@@ -17,8 +17,8 @@ from spec_jax.types import Block, Cache, Context, Draft
 def draft_block(context: Context, draft: Draft, width: int = 1) -> Block:
     """The last `width` W tokens of the text and the draft after them, W + N tokens.
 
-    A chain's nodes have consecutive positions; in a tree a node's position is by its depth, and it looks at the
-    text and at the nodes that it follows. More than the newest token is for chains.
+    A chain's nodes have consecutive positions; in a tree a node's position is given by its depth, and the node
+    attends to the text and to its ancestors. A width above 1 is for chains only.
     """
     newest, nodes = context.length[:, None] - 1, draft.tokens.shape[1]
     tokens = jnp.concatenate([context.last(width), draft.tokens], axis=1)
@@ -31,7 +31,7 @@ def draft_block(context: Context, draft: Draft, width: int = 1) -> Block:
 
 
 def next_logits(model: Model, cache: Cache, tokens: Array, newest: Array) -> tuple[Array, Cache]:
-    """Reads the last tokens [B, W] of a text, of which all but the newest may have been read before.
+    """Reads the last tokens [B, W] of a text; all but the newest may have been read before.
 
     Args:
       model: any model.

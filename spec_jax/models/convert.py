@@ -1,4 +1,4 @@
-"""From one form of T5 files to another, a parameter at a time.
+"""Converts T5 files from one form to another, a parameter at a time.
 
 T5X, Hugging Face or Orbax  --convert-->  Hugging Face or Orbax
 """
@@ -32,12 +32,12 @@ def convert(
     """Writes a T5 in another form, with the tokenizer's files if the source has them.
 
     Args:
-      source: a folder in any form that `load_t5` knows, or a hub id.
+      source: a folder in any form that `load_t5` reads, or a hub id.
       output: another folder; see `hf_folder.replacing`.
       form: 'hf' or 'orbax'.
       dtype: of the stored weights, float32 or bfloat16; by default the source's (`StoredT5.dtype`).
-      max_shard_size: bytes of a safetensors file; 'orbax' has no use for it.
-      d_kv: width of a head that is expected of a T5X source.
+      max_shard_size: most bytes of a safetensors file; unused for 'orbax'.
+      d_kv: expected head width of a T5X source.
 
     Returns:
       The source, and the dtype that was written.
@@ -45,7 +45,7 @@ def convert(
     Raises:
       FileNotFoundError: the source is missing or incomplete.
       OSError: the output cannot be written; nothing half-written is left.
-      ValueError: the source is damaged or no T5, output and source are one folder, or an argument is refused.
+      ValueError: the source is damaged or not a T5, output and source are one folder, or an argument is invalid.
     """
     if form not in FORMATS:
         raise ValueError(f'expected format {" or ".join(FORMATS)}, got {form!r}; use one of them')
@@ -53,7 +53,7 @@ def convert(
     target = pathlib.Path(output).expanduser().resolve()
     if target == folder.resolve():
         raise ValueError(
-            f'{output}: expected an output beside the source, got the source; name another folder'
+            f'{output}: expected an output folder other than the source, got the source; name another folder'
         )
     stored = open_t5(folder, d_kv)
     dtype = stored.dtype if dtype is None else checked_dtype(dtype)
@@ -79,7 +79,7 @@ def convert(
 
 
 def _check_room(target: pathlib.Path, needed: int) -> None:
-    """Raises OSError where a disk is known to be too small, before hours of work."""
+    """Raises OSError where the disk is too small, before hours of work."""
     parent = next(path for path in (target, *target.parents) if path.exists())
     if (free := shutil.disk_usage(parent).free) < needed:
         raise OSError(f'{target}: expected {needed / 1e9:.1f} GB free, got {free / 1e9:.1f} GB; make room')

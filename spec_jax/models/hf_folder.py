@@ -1,8 +1,8 @@
-"""Model folders as Hugging Face lays them out: config.json beside safetensors files, read and written.
+"""Reads and writes model folders in Hugging Face's layout: config.json beside safetensors files.
 
-Files are parsed, never executed: no pickle, no torch. Tensors pass one at a time, so that host memory holds
-little more than the weights, or when they are converted, than one of them. What the tensors mean is each
-family's own affair (`t5_hf.py`).
+Files are parsed, never executed: no pickle, no torch. Tensors are read one at a time, so that host memory holds
+little more than the weights, or in a conversion little more than one tensor. How tensors map to parameters is in
+each family's file (`t5_hf.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Set
 
-import ml_dtypes  # noqa: F401  teaches NumPy, and so safetensors, bfloat16
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors needs
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -29,14 +29,14 @@ _HUB_ID = re.compile(r'\w[\w.-]*(/\w[\w.-]*)?')
 
 
 def fetch(source: str | os.PathLike, revision: str | None = None) -> pathlib.Path:
-    """The folder of a model and its tokenizer: `source` itself, or where the hub's files were put.
+    """The folder of a model and its tokenizer: `source` itself, or the hub's files in the local cache.
 
     Args:
       source: a folder, or a hub id (`name` or `owner/name`) where there is no such folder.
       revision: branch, tag or commit on the hub.
 
     Raises:
-      FileNotFoundError: there is no such folder, nor a repository that can be had.
+      FileNotFoundError: there is no such folder, and no such repository that can be downloaded.
       ValueError: `source` is a file.
     """
     folder = pathlib.Path(source).expanduser()
@@ -48,7 +48,7 @@ def fetch(source: str | os.PathLike, revision: str | None = None) -> pathlib.Pat
     if not _HUB_ID.fullmatch(str(source)):
         raise FileNotFoundError(f'{expected}, found none; check the path')
 
-    # Slow to import, and most runs have their models at hand.
+    # Imported here: it is slow to import, and most runs have their models on disk.
     from huggingface_hub import errors, snapshot_download
 
     patterns = [CONFIG, '*.safetensors', INDEX, *TOKENIZER_FILES]
@@ -60,7 +60,7 @@ def fetch(source: str | os.PathLike, revision: str | None = None) -> pathlib.Pat
     except errors.RevisionNotFoundError as error:
         what = f'the hub has no revision {revision!r} of it; name another'
         raise FileNotFoundError(f'{expected} or a hub id, found no folder, and {what}') from error
-    except Exception as error:  # the client raises whatever its transport does
+    except Exception as error:  # the client passes on any exception of its transport
         what = f'the hub could not be reached ({type(error).__name__}); check the path or the network'
         raise FileNotFoundError(f'{expected} or a hub id, found no folder, and {what}') from error
 
@@ -70,7 +70,7 @@ def read_config(folder: pathlib.Path) -> dict:
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: it is no JSON object.
+      ValueError: it is not a JSON object.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -81,7 +81,7 @@ def read_config(folder: pathlib.Path) -> dict:
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors files, read when asked for.
+    """The tensors of a folder's safetensors files, read on demand.
 
     Raises:
       FileNotFoundError: no safetensors file, or a shard is missing.
@@ -101,7 +101,7 @@ class Checkpoint:
         return name in self._stored
 
     def drop(self, name: str) -> None:
-        """Leaves a tensor out of account."""
+        """Forgets a tensor, so that `expect` does not count it."""
         del self._stored[name]
 
     def rename(self, old: str, new: str) -> None:
@@ -122,17 +122,16 @@ class Checkpoint:
         return self._stored[name][3]
 
     def read(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """A tensor in its stored float type; ValueError where it is no float or not of this shape."""
-        path, stored_name, came, kind = self._stored[name]
-        if shape is not None and came != shape:
-            raise ValueError(f'{path}: expected {name} of shape {shape}, got {came}; correct {CONFIG}')
+        """A tensor in its stored float type; ValueError where it is not a float or not of this shape."""
+        path, stored_name, actual, kind = self._stored[name]
+        if shape is not None and actual != shape:
+            raise ValueError(f'{path}: expected {name} of shape {shape}, got {actual}; correct {CONFIG}')
         if kind not in ('F64', 'F32', 'F16', 'BF16'):
             raise ValueError(
                 f'{path}: expected floats in {name}, got {kind}; store it as float32 or bfloat16'
             )
-        with _reading(
-            path
-        ) as file:  # opened anew, since an open file keeps all that was read of it in memory
+        # Opened for each tensor: an open file keeps all that was read from it in memory.
+        with _reading(path) as file:
             return file.get_tensor(stored_name)
 
 
@@ -147,7 +146,7 @@ def _reading(path: pathlib.Path) -> Iterator[safe_open]:
 
 
 def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The folder's safetensors files: the one, or the shards of its index."""
+    """The folder's safetensors files: the single one, or the shards of its index."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     index = folder / INDEX
@@ -172,10 +171,10 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 @contextlib.contextmanager
 def replacing(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """A folder to write a model into, which takes the place of `folder` when all is written.
+    """A temporary folder to write a model into, which replaces `folder` when everything is written.
 
-    In a folder that exists the old model is replaced and other files, such as a tokenizer, stay; it has
-    no config.json, and so is no model, while old files and new ones are mixed in it.
+    In a folder that exists the old model is replaced and other files, such as a tokenizer, stay. While old and new
+    files are mixed in it, it has no config.json and cannot be loaded as a model.
 
     Raises:
       OSError: the folder cannot be written; nothing half-written is left.
@@ -200,11 +199,11 @@ def replacing(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 
 def _remove_abandoned(staging: pathlib.Path) -> None:
-    """Removes what a killed process left beside `staging`, or in an earlier life under its very name."""
-    mark, _, own = staging.name.rpartition('.tmp')
+    """Removes staging folders of processes that no longer run, or of an earlier process with this one's id."""
+    mark, _, this_process = staging.name.rpartition('.tmp')
     for path in staging.parent.glob(f'{mark}.tmp*'):
         process = path.name.removeprefix(f'{mark}.tmp')
-        if process == own or (process.isdigit() and not _is_running(int(process))):
+        if process == this_process or (process.isdigit() and not _is_running(int(process))):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -248,8 +247,8 @@ def write_tensors(
       folder: an empty one.
       shapes: of each tensor by name.
       dtype: of all of them, float32 or bfloat16.
-      tensor: gives a tensor by name; asked for one at a time.
-      max_shard_size: bytes of a shard; a tensor larger than that stands alone.
+      tensor: gives a tensor by name; called once for each.
+      max_shard_size: most bytes of a shard; a larger tensor has a shard to itself.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     shards, room = [[]], max_shard_size
@@ -277,9 +276,9 @@ def _write_shard(
 ) -> None:
     """Writes one safetensors file: the header's length, the header in JSON, then the tensors back to back.
 
-    The library's own `save_file` wants all of them in memory at once.
+    safetensors' `save_file` needs all of them in memory at once.
     """
-    header, end = {'__metadata__': {'format': 'pt'}}, 0  # transformers insists on a format
+    header, end = {'__metadata__': {'format': 'pt'}}, 0  # transformers requires a format
     for name, shape in shapes.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {'dtype': _KINDS[dtype.name], 'shape': shape, 'data_offsets': (begin, end)}

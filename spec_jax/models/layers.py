@@ -30,8 +30,8 @@ class RMSNorm(nnx.Module):
 def _by_head(x: Array, weight: Array) -> Array:
     """x [B, T, D] by weight [D, H, K] -> [B, T, H, K].
 
-    It is the small result that is transposed afterwards: asked for 'bhtk' at once, XLA's CPU backend transposes
-    the weight, in every call of the decoding loop.
+    The small result is transposed afterwards: with 'bhtk' as the output, XLA's CPU backend transposes the weight in
+    every call of the decoding loop.
     """
     return einsum('btd,dhk->bthk', x, weight)
 
@@ -42,11 +42,11 @@ def _keys(projected: Array) -> Array:
 
 
 class Attention(nnx.Module):
-    """Multi-head attention; the caller brings keys, values and an additive bias.
+    """Multi-head attention; the caller passes keys, values and an additive bias.
 
-    Scores are not divided by sqrt(K): T5 folds that into the initialisation. Weights are stored
-    by head, so that no call has to transpose them; those of query, key and value apart, as training wants
-    them, or as one where `fused`, for decoding: one product of three times the size takes a third less time.
+    Scores are not divided by sqrt(K): T5 folds that into the initialisation. Weights are stored by head, so that no
+    call has to transpose them. The weights of query, key and value are three arrays for training, or one where
+    `fused`, for decoding: one product of three times the size takes a third less time.
     """
 
     def __init__(self, width: int, num_heads: int, head_dim: int, *, fused: bool = False, rngs: nnx.Rngs):
@@ -79,7 +79,7 @@ class Attention(nnx.Module):
         return query.swapaxes(1, 2), _keys(key), value.swapaxes(1, 2)
 
     def attend(self, query: Array, key: Array, value: Array, bias: Array) -> Array:
-        """Attends to what is there.
+        """Attention, then the output projection.
 
         Args:
           query: [B, H, T, K].
@@ -99,7 +99,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Feed-forward block: act(x W) W_out, or act(x W_gate) * (x W) W_out when gated.
 
-    W_gate and W are apart, as training wants them, or one array where `fused`, for decoding.
+    W_gate and W are two arrays for training, or one where `fused`, for decoding.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""A model from a folder or the hub, of whatever family.
+"""Loads a model of any known family from a folder or the hub.
 
     folder or hub id  --load_model-->  Model, laid out for decoding, on the mesh in use
     folder or name    --describe---->  ModelShape, no weights read
 
-Which family a folder holds is its config.json's `model_type`. A new family is one more entry in `FAMILIES`.
+The family is config.json's `model_type`. A new family is one more entry in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spec_jax.runtime import sharding
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How models of one `model_type` are read.
+    """The functions that read models of one `model_type`.
 
     Attributes:
       load: (folder, dtype) -> the model, laid out for decoding, on the mesh in use.
@@ -39,26 +39,26 @@ class Family:
 
 
 def load_model(source: str | os.PathLike, dtype=jnp.float32, revision: str | None = None) -> Model:
-    """Reads a model and prepares it for decoding; it is not to be trained or saved.
+    """Reads a model and lays it out for decoding; it can no longer be trained or saved.
 
     Args:
-      source: a folder in a form that the family knows, or a hub id where there is no such folder.
+      source: a folder in a form that the family reads, or a hub id where there is no such folder.
       dtype: float32 or bfloat16, of parameters and activations.
       revision: branch, tag or commit on the hub.
 
     Raises:
       FileNotFoundError: a file or the repository is missing.
-      ValueError: the files are damaged or hold a model of no known family, or dtype is refused.
+      ValueError: the files are damaged or hold a model of no known family, or dtype is neither.
     """
     folder = hf_folder.fetch(source, revision)
     return FAMILIES[_model_type(folder)].load(folder, dtype)
 
 
 def describe(source: str | os.PathLike) -> ModelShape:
-    """The shape of a model, by a folder's config.json or by a name such as google/t5-v1_1-xxl; nothing is fetched.
+    """A model's shape, from a folder's config.json or a name such as google/t5-v1_1-xxl; nothing is downloaded.
 
     Raises:
-      ValueError: the config.json is damaged or of no known family, or the name tells no size.
+      ValueError: the config.json is damaged or of no known family, or the name contains no known size.
     """
     return FAMILIES[_model_type(pathlib.Path(source).expanduser())].describe(source)
 
@@ -75,7 +75,7 @@ FAMILIES = {'t5': Family(_load_t5, _describe_t5)}  # by model_type
 
 
 def _model_type(folder: pathlib.Path) -> str:
-    """A key of `FAMILIES`. Without a config.json it is T5's: T5X's folders have none, and names tell T5's sizes."""
+    """A key of `FAMILIES`; 't5' without a config.json: T5X folders have none, and the public names are T5's."""
     where = folder / hf_folder.CONFIG
     if t5x.is_t5x(folder) or not where.is_file():
         return 't5'

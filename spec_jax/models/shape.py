@@ -1,4 +1,4 @@
-"""What is known of a model before its weights are read, for reports on devices that are not there."""
+"""A model's shape, known before its weights are read; for reports on devices that are not attached."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from spec_jax.models.base import Model
 
 
 class ModelShape(Protocol):
-    """A model by its sizes: hashable, and small enough to be pickled to another process.
+    """The sizes of a model: hashable, and small enough to be pickled to another process.
 
     Attributes:
-      size: the name of a public size, such as 'small'; None for another.
+      size: the name of a public size, such as 'small'; None for any other size.
       vocab_size: V, rows of the head.
     """
 
@@ -21,7 +21,7 @@ class ModelShape(Protocol):
     def abstract(self, dtype: str) -> Model:
         """The model laid out for decoding, with `jax.ShapeDtypeStruct` in place of its weights.
 
-        It has `params` and `partition_rules`. To be called within `backend.tracing_for`.
+        It has `params` and `partition_rules`. Call it within `backend.tracing_for`.
         """
         ...
 
@@ -32,11 +32,11 @@ class ModelShape(Protocol):
     def cache_bytes(
         self, dtype: str, slots: int, source_length: int, batch_size: int = 1, devices: int = 1
     ) -> int:
-        """Of keys and values, on one of the devices that share them.
+        """Bytes of all keys and values on one of the devices that they are sharded over.
 
         Args:
           dtype: of the cache.
-          slots: of the cache that grows.
+          slots: L of the self-attention cache.
           source_length: S.
           batch_size: B.
           devices: along the mesh's axis `model`.
@@ -44,5 +44,5 @@ class ModelShape(Protocol):
         ...
 
     def layer_keys_bytes(self, dtype: str, slots: int) -> int:
-        """Of the keys of one layer and row, whole."""
+        """Bytes of the keys of one layer and row, not sharded."""
         ...

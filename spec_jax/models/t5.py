@@ -1,7 +1,7 @@
-"""T5 (Raffel et al. 2020): v1.0 with ReLU and a tied head, v1.1 and Flan with gated GELU and an untied one.
+"""T5 (Raffel et al. 2020): v1.0 with ReLU and a tied head, v1.1 and Flan with gated GELU and an untied head.
 
 One decoder path serves training and decoding: a layer is given the keys and values it attends to.
-Relative biases are computed from positions, so any number of tokens may stand at any offset.
+Relative biases are computed from positions, so a call can have any number of tokens at any offset.
 
 Axes: B rows, T tokens of one call, L cache slots, S source length, V vocabulary, D model width,
 H heads, K head width, F feed-forward width.
@@ -30,17 +30,17 @@ from spec_jax.runtime.sharding import MODEL, Rules
 from spec_jax.types import Block, Context, Inputs, Params, Prefill
 
 ACTIVATIONS = {'relu': jax.nn.relu, 'gelu': partial(jax.nn.gelu, approximate=True)}  # GELU's tanh form
-_MASKED = -1e9  # added to the score of a slot that must not be seen; finite, so that a row of them is no NaN
+_MASKED = -1e9  # added to the score of a hidden slot; finite, so that a fully masked row is not NaN
 
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
     """Sizes and switches of a T5; the defaults are v1.1's.
 
-    `tied_head` says that the head is the embedding; `scale_head_input` that its input is multiplied
-    by d_model^-0.5. v1.0 has both, v1.1 neither. `fused` names the blocks of the decoder's layers in which weights
-    that read the same activations are one array, as `T5.for_decoding` makes them: query, key and value in
-    'self_attention', gate and up in 'mlp'; None where the model was not laid out for decoding.
+    With `tied_head` the head is the embedding; with `scale_head_input` its input is multiplied by d_model^-0.5.
+    v1.0 has both, v1.1 neither. `fused` names the blocks of the decoder's layers in which `T5.for_decoding` joined
+    the weights that read the same activations into one array: query, key and value in 'self_attention', gate and up
+    in 'mlp'; None where the model was not laid out for decoding.
     """
 
     vocab_size: int = 32128
@@ -66,16 +66,16 @@ class T5Config:
 
 @flax.struct.dataclass
 class T5Cache:
-    """Decoder cache: self-attention's grows, cross-attention's is projected once from the source.
+    """Decoder cache: that of self-attention grows, that of cross-attention is projected once from the source.
 
     Attributes:
-      own: KVCache of self-attention.
+      self_attention: KVCache of self-attention.
       cross_keys: one [B, H, K, S] per layer.
       cross_values: one [B, H, S, K] per layer.
       cross_bias: [B, 1, 1, S] float32, hides source padding.
     """
 
-    own: kv.KVCache
+    self_attention: kv.KVCache
     cross_keys: tuple[Array, ...]
     cross_values: tuple[Array, ...]
     cross_bias: Array
@@ -106,9 +106,9 @@ def relative_bucket(distance: Array, *, bidirectional: bool, num_buckets: int, m
 
 @functools.cache
 def _bucket_bounds(exact: int, num_buckets: int, max_distance: int) -> np.ndarray:
-    """Distances at which each of the logarithmic buckets begins, found on the host.
+    """Distances at which each of the logarithmic buckets begins, computed on the host.
 
-    16, 32 and 64 lie on borders, where another device's logarithm may round to the bucket below.
+    16, 32 and 64 are borders, where another device's logarithm may round to the bucket below.
     """
     distance = np.arange(exact, max_distance + 1)
     growth = np.log(distance / exact) / np.log(max_distance / exact) * (num_buckets - exact)
@@ -174,12 +174,12 @@ class DecoderLayer(nnx.Module):
 
 
 def _mlp(config: T5Config, rngs: nnx.Rngs, fused: bool = False) -> MLP:
-    how = dict(gated=config.gated, activation=ACTIVATIONS[config.activation], fused=fused)
-    return MLP(config.d_model, config.d_ff, **how, rngs=rngs)
+    options = dict(gated=config.gated, activation=ACTIVATIONS[config.activation], fused=fused)
+    return MLP(config.d_model, config.d_ff, **options, rngs=rngs)
 
 
 class T5Module(nnx.Module):
-    """The layers of a T5; `T5` below is what the loop sees."""
+    """The layers of a T5; the decoding loop uses them through `T5` below."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.config = config
@@ -232,24 +232,24 @@ class T5Module(nnx.Module):
     def decode(
         self, block: Block, cache: T5Cache, dtype, feature_layers: tuple[int, ...] = ()
     ) -> tuple[Array, Array | None, T5Cache]:
-        """As of `models.base.Model`; features are what the layers numbered so, from 0, put out, side by side."""
-        own, outputs = cache.own, []
-        seen = _hide(kv.visible(own, block))[:, None]  # [B, 1, T, L]
-        bias = self.decoder_bias(block.positions, kv.slot_positions(own, block)) + seen  # [B, H, T, L]
+        """As `models.base.Model.decode`; features are the outputs of `feature_layers`, from 0, concatenated."""
+        slots, outputs = cache.self_attention, []
+        mask = _hide(kv.visible(slots, block))[:, None]  # [B, 1, T, L]
+        bias = self.decoder_bias(block.positions, kv.slot_positions(slots, block)) + mask  # [B, H, T, L]
         x = self.embedding[...][block.tokens].astype(dtype)
         for i, layer in enumerate(self.decoder):
 
             def store(key, value, i=i):
-                nonlocal own
-                own = kv.store(own, i, key, value)
-                return own.keys[i], own.values[i]
+                nonlocal slots
+                slots = kv.store(slots, i, key, value)
+                return slots.keys[i], slots.values[i]
 
             cross = cache.cross_keys[i], cache.cross_values[i]
             x = layer(x, store, bias, cross, cache.cross_bias, lambda x: x)
             outputs.append(x)
         features = [outputs[i] for i in feature_layers]
         features = jnp.concatenate(features, axis=-1) if features else None
-        return self.decoder_norm(x), features, cache.replace(own=own)
+        return self.decoder_norm(x), features, cache.replace(self_attention=slots)
 
 
 def dropout(key: Array, rate: float):
@@ -257,7 +257,7 @@ def dropout(key: Array, rate: float):
 
     Sharing the mask along the length, as T5X does, costs T times fewer random numbers.
     """
-    keys = iter(jax.random.split(key, 256))  # more than any stack has sites
+    keys = iter(jax.random.split(key, 256))  # more than the dropout sites of any stack
 
     def drop(x: Array) -> Array:
         keep = jax.random.bernoulli(next(keys), 1 - rate, (x.shape[0], 1, x.shape[2]))
@@ -303,17 +303,17 @@ class T5:
 
     @classmethod
     def create(cls, config: T5Config, key: Array, dtype=jnp.float32) -> T5:
-        """A T5 with random weights, initialised as the paper's."""
+        """A T5 with random weights, initialised as in the paper."""
         module = T5Module(config, rngs=nnx.Rngs(params=key))
         return cls(nnx.state(module, nnx.Param), config, jnp.dtype(dtype))
 
     def for_decoding(self) -> T5:
-        """The same model with its weights laid out for the decoding loop; not to be trained or saved.
+        """The same model with its weights laid out for the decoding loop; it can no longer be trained or saved.
 
-        A head that is the embedding becomes a copy laid out [D, V]: by the embedding's own [V, D], the product over
-        several rows takes up to twice as long on CPU. In the decoder, query, key and value of self-attention
-        become one product, and so do gate and up, where they are small enough (`backend.most_fused`). These and the
-        head are laid out for few rows (`products.lay_out`).
+        A tied head becomes a copy laid out [D, V]: with the embedding's [V, D], the product over several rows
+        takes up to twice as long on CPU. In the decoder, query, key and value of self-attention become one product,
+        and so do gate and up, where they are small enough (`backend.most_fused`). These and the head are laid out
+        for few rows (`products.lay_out`).
         """
         if self.config.fused is not None:
             return self
@@ -350,7 +350,7 @@ class T5:
 
     @property
     def parameters_read(self) -> int:
-        """Parameters that a decode step multiplies with; those of cross-attention's keys and values are not."""
+        """Parameters that a decode step multiplies by; cross-attention's key and value weights are not counted."""
         config = self.config
         attention = 6 * config.d_model * config.num_heads * config.d_kv  # self: 4 projections; cross: 2
         feed_forward = (3 if config.gated else 2) * config.d_model * config.d_ff
@@ -362,7 +362,7 @@ class T5:
         cross = module.cross(module.encode(inputs.tokens, inputs.mask, self.dtype))
         layers, num_tokens = config.num_decoder_layers, 1 + num_slots
         cache = T5Cache(
-            own=kv.init(layers, batch, config.num_heads, num_tokens, config.d_kv, self.dtype),
+            self_attention=kv.init(layers, batch, config.num_heads, num_tokens, config.d_kv, self.dtype),
             cross_keys=tuple(key for key, _ in cross),
             cross_values=tuple(value for _, value in cross),
             cross_bias=_hide(inputs.mask)[:, None, None, :],
@@ -381,14 +381,14 @@ class T5:
         return self.params['embedding'][...][tokens].astype(self.dtype)
 
     def keep(self, cache: T5Cache, nodes: Array | None, length: Array) -> T5Cache:
-        return cache.replace(own=kv.keep(cache.own, nodes, length))
+        return cache.replace(self_attention=kv.keep(cache.self_attention, nodes, length))
 
     def forward(self, inputs: Inputs, decoder_input: Array, dropout_key: Array | None = None) -> Array:
         """Teacher forcing.
 
         Args:
           inputs: source [B, S].
-          decoder_input: [B, T] int32, the start token and the labels but for their last.
+          decoder_input: [B, T] int32, the start token and all labels but the last.
           dropout_key: with it, `config.dropout` is applied.
 
         Returns:

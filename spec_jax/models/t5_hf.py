@@ -1,4 +1,4 @@
-"""T5 in Hugging Face's form: names, permutations, configuration.
+"""T5 in Hugging Face's form: tensor names, axis order, configuration.
 
 Axes: V vocabulary, D model width, H heads, K head width, F feed-forward width.
 """
@@ -17,9 +17,9 @@ from spec_jax.models import hf_folder
 from spec_jax.models.t5 import T5Config
 from spec_jax.models.t5_stored import leaf_shapes
 
-# Our path (a dot stands for a dot), Hugging Face's name, and how many of our leading axes a product sums
-# over. Hugging Face stores [out, in], so 1 means that ours is [D, H, K], [D, F], [F, D] or [D, V], 2 that it is
-# [H, K, D], and 0 that the two are the same. Read in one direction to load, in the other to save.
+# Our path (a pattern in which a dot is a literal dot), Hugging Face's name, and how many of our leading axes a
+# product sums over. Hugging Face stores [out, in], so 1 means that ours is [D, H, K], [D, F], [F, D] or [D, V], 2
+# that it is [H, K, D], and 0 that the two are the same. Loading and saving both use it.
 _TABLE = (
     (r'embedding', r'shared.weight', 0),  # [V, D]
     (r'head', r'lm_head.weight', 1),  # [D, V]
@@ -44,9 +44,9 @@ _GATED_MLP = {'gate': 'wi_0', 'up': 'wi_1', 'down': 'wo'}
 
 _EMBEDDING, _HEAD = 'shared.weight', 'lm_head.weight'
 _COPIES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')  # of the embedding, in some files
-_UNUSED = {'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'}  # a relic in old files
+_UNUSED = {'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'}  # in some old files
 
-# Our field, Hugging Face's key, and its value where the file is silent.
+# Our field, Hugging Face's key, and the default where the key is absent.
 _SIZES = (
     ('vocab_size', 'vocab_size', 32128),
     ('d_model', 'd_model', 512),
@@ -54,11 +54,11 @@ _SIZES = (
     ('d_ff', 'd_ff', 2048),
     ('num_heads', 'num_heads', 8),
     ('num_encoder_layers', 'num_layers', 6),
-    ('num_decoder_layers', 'num_decoder_layers', 6),  # but as many as num_layers, where that is given
+    ('num_decoder_layers', 'num_decoder_layers', 6),  # num_layers, where only that is given
     ('num_buckets', 'relative_attention_num_buckets', 32),
     ('max_distance', 'relative_attention_max_distance', 128),
 )
-# feed_forward_proj: our activation and `gated`, and the name of the activation that some files repeat.
+# feed_forward_proj: our activation and `gated`, and the same activation's name under `dense_act_fn` in some files.
 _FEED_FORWARD = {'relu': ('relu', False, 'relu'), 'gated-gelu': ('gelu', True, 'gelu_new')}
 
 
@@ -67,7 +67,7 @@ class HuggingFaceT5:
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: the files are damaged, hold no T5 of ours or contradict each other.
+      ValueError: the files are damaged, do not hold a supported T5, or contradict each other.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -103,7 +103,7 @@ def write(
       folder: an empty one.
       config: sizes.
       dtype: of the stored weights.
-      read: gives a parameter by our name, in our shape; asked for one at a time.
+      read: gives a parameter by our name, in our shape; called once for each.
       max_shard_size: bytes beyond which the weights are split over several files.
     """
     ours = {weight.name: (name, weight) for name, weight in _weights(config).items()}
@@ -140,7 +140,7 @@ class _Weight:
 
 
 def _transposed(array: np.ndarray) -> np.ndarray:
-    """[M, N] -> [N, M] in memory, some rows at a time: in one go NumPy takes twice as long or more."""
+    """[M, N] -> [N, M] in memory, 32 rows at a time: all at once NumPy takes twice as long or more."""
     out = np.empty(array.shape[::-1], array.dtype)
     for i in range(0, len(array), 32):
         out[:, i : i + 32] = array[i : i + 32].T
@@ -148,7 +148,7 @@ def _transposed(array: np.ndarray) -> np.ndarray:
 
 
 def _weights(config: T5Config) -> dict[str, _Weight]:
-    """The place of every parameter by our name."""
+    """Each parameter's place in the files, by our name."""
     weights = {}
     for path, shape in leaf_shapes(config).items():
         name, input_axes = _hf_name(path, config)
@@ -166,13 +166,13 @@ def _hf_name(path: str, config: T5Config) -> tuple[str, int]:
 
 
 def _settle_embeddings(checkpoint: hf_folder.Checkpoint) -> bool:
-    """Leaves one embedding, and the head only where it is one of its own; says whether the head is tied.
+    """Drops copies of the embedding, and a head equal to it; returns whether the head is tied.
 
-    Whether it is follows from the tensors, as in transformers 5, and not from the configuration.
+    That follows from the tensors, as in transformers 5, and not from the configuration.
     """
     names = [name for name in (_EMBEDDING, *_COPIES) if name in checkpoint]
     if not names:
-        return True  # `expect` will say that it is missing
+        return True  # `expect` reports the missing embedding
     first = names[0]
     embedding = checkpoint.read(first)
     for copy in names[1:]:
@@ -192,7 +192,7 @@ def _settle_embeddings(checkpoint: hf_folder.Checkpoint) -> bool:
 def config_from_hf(raw: dict, where: pathlib.Path, tied_head: bool | None = None) -> T5Config:
     """Our configuration from config.json's content; `where` is for messages.
 
-    Whether the head is tied is the tensors' word; with None, config.json's.
+    `tied_head` is what the tensors show; None takes it from config.json.
     """
     if (kind := raw.get('model_type')) != 't5':
         raise ValueError(f'{where}: expected model_type "t5", got {kind!r}; name a folder that holds a T5')
@@ -214,7 +214,9 @@ def config_from_hf(raw: dict, where: pathlib.Path, tied_head: bool | None = None
     vocab_size = sizes['vocab_size']
     pad_id = number('pad_token_id', 0, 0, vocab_size)
     tied = raw.get('tie_word_embeddings') is not False
-    scale = raw.get('scale_decoder_outputs')  # transformers 5; before, an untied head meant none
+    scale = raw.get(
+        'scale_decoder_outputs'
+    )  # transformers 5; before it, an untied head's input was not scaled
     return T5Config(
         **sizes,
         activation=activation,
@@ -246,8 +248,10 @@ def config_to_hf(config: T5Config, dtype: np.dtype) -> dict:
     """config.json's content."""
     kinds = {(activation, gated): kind for kind, (activation, gated, _) in _FEED_FORWARD.items()}
     if (config.activation, config.gated) not in kinds:
-        came = f'{config.activation} with gated={config.gated}'
-        raise ValueError(f'expected a T5 with ReLU or with gated GELU, got {came}; change the configuration')
+        actual = f'{config.activation} with gated={config.gated}'
+        raise ValueError(
+            f'expected a T5 with ReLU or with gated GELU, got {actual}; change the configuration'
+        )
     return {
         'architectures': ['T5ForConditionalGeneration'],
         'model_type': 't5',

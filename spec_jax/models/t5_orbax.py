@@ -1,7 +1,7 @@
 """T5 as an Orbax checkpoint: config.json, as for Hugging Face, beside the folder `params`.
 
 `params` is what `ocp.StandardCheckpointer` restores as a dictionary of arrays, by names such as `decoder.0.mlp.up`
-and in the shapes of `t5.py`: a directory of chunks for each, so that each host of a mesh reads its part alone.
+and in the shapes of `t5.py`: a directory of chunks for each, so that each host of a mesh reads only its part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spec_jax.models.t5 import T5, T5Config
 from spec_jax.models.t5_stored import checked_dtype, dotted, leaf_paths, leaf_shapes, to_be_saved
 from spec_jax.models.zarr_folder import Arrays, shortly
 
-_CHUNK = 2**24  # bytes: what a host reads at the borders of its shards, it reads in vain
+_CHUNK = 2**24  # bytes; a host reads whole chunks, so at a shard's borders up to a chunk more than it needs
 
 
 class OrbaxT5:
@@ -33,7 +33,7 @@ class OrbaxT5:
 
     Raises:
       FileNotFoundError: there is no config.json.
-      ValueError: arrays are missing, damaged or of shapes that config.json does not ask for.
+      ValueError: arrays are missing, damaged, or not of the shapes of config.json.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -43,15 +43,15 @@ class OrbaxT5:
         shapes = leaf_shapes(self.config)
         self._arrays.expect(shapes.keys(), f'{where}')
         for name, shape in shapes.items():
-            if (came := self._arrays.shape(name)) != shape:
+            if (actual := self._arrays.shape(name)) != shape:
                 raise ValueError(
-                    f'{folder / PARAMS}: expected {name} of shape {shape}, got {came}; correct {where}'
+                    f'{folder / PARAMS}: expected {name} of shape {shape}, got {actual}; correct {where}'
                 )
         low = all(self._arrays.dtype(name) == 'bfloat16' for name in shapes)
         self.dtype = np.dtype('bfloat16' if low else 'float32')
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """As `StoredT5.read`'s, or the part of it that the index names."""
+        """As `StoredT5.read`, or only the part at `index`."""
         return self._arrays.read(name, index)
 
 
@@ -60,7 +60,7 @@ def restore_t5(
     sharding: Callable[[tuple, tuple[int, ...]], jax.sharding.Sharding],
     dtype=jnp.float32,
 ) -> T5:
-    """Reads a T5 straight into shards: every host reads what its devices hold, and no more.
+    """Reads a T5 straight into shards: every host reads only what its devices hold.
 
     Args:
       folder: one that `save_t5_orbax` or `convert` wrote.
@@ -68,13 +68,13 @@ def restore_t5(
       dtype: float32 or bfloat16, of parameters and activations.
 
     Raises:
-      FileNotFoundError, ValueError: as `OrbaxT5`'s, or dtype is refused.
+      FileNotFoundError, ValueError: as of `OrbaxT5`; ValueError also for another dtype.
     """
     dtype = checked_dtype(dtype)
     stored = OrbaxT5(pathlib.Path(folder).expanduser().absolute())
 
     def restored(path, shape):
-        # Array by array, where Orbax has several under way: these add up to a good part of the weights once more.
+        # One array at a time: Orbax restores several at once, and these add a large part of the weights' memory.
         def part(index):
             return stored.read(dotted(path), index).astype(dtype, copy=False)
 
@@ -85,9 +85,9 @@ def restore_t5(
 
 
 def save_t5_orbax(model: T5, folder: str | os.PathLike, dtype=None) -> None:
-    """Writes a T5 of one host; arguments and errors are `t5_weights.save_t5`'s."""
+    """Writes a T5 from a single host; arguments and errors as of `t5_weights.save_t5`."""
     read, dtype = to_be_saved(model, dtype)
-    t5_hf.config_to_hf(model.config, dtype)  # refuses before anything is written
+    t5_hf.config_to_hf(model.config, dtype)  # raises before anything is written
     with hf_folder.replacing(folder) as staging:
         write(staging, model.config, dtype, read)
 
@@ -99,7 +99,7 @@ def write(folder: pathlib.Path, config: T5Config, dtype: np.dtype, read: Callabl
       folder: an empty one.
       config: sizes.
       dtype: of the stored weights.
-      read: gives a parameter by name, in our shape; asked for one at a time.
+      read: gives a parameter by name, in our shape; called once for each.
 
     Raises:
       OSError: they cannot be written.
@@ -123,7 +123,7 @@ def write(folder: pathlib.Path, config: T5Config, dtype: np.dtype, read: Callabl
 
 @dataclasses.dataclass(frozen=True)
 class _Unread:
-    """Stands in Orbax's tree for an array that is read when its turn comes."""
+    """A placeholder in Orbax's tree for an array that is read when it is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -135,7 +135,7 @@ class _Unread:
 
 
 class _OneByOne(ocp.type_handlers.NumpyHandler):
-    """Reads and writes one array at a time, where Orbax's own handlers want all of them in memory."""
+    """Reads and writes one array at a time; Orbax's own handlers need all of them in memory."""
 
     def __init__(self, read: Callable[[str], np.ndarray]):
         super().__init__(deepcopy_host_arrays=False)

@@ -16,7 +16,7 @@ _DECODER = ('decoder', 'decoder_norm', 'decoder_bias', 'head')  # the embedding 
 
 @dataclasses.dataclass(frozen=True)
 class T5Shape:
-    """A T5 by its sizes, as `shape.ModelShape` describes."""
+    """The sizes of a T5, as `shape.ModelShape` describes."""
 
     config: T5Config
 
@@ -34,13 +34,13 @@ class T5Shape:
         return jax.eval_shape(T5.for_decoding, weights)
 
     def is_read_by_decode(self, path: tuple) -> bool:
-        """Cross-attention's keys and values are in the cache, so that its key and value weights are not read."""
+        """Cross-attention's keys and values are in the cache, so its key and value weights are not read."""
         return path[0] in _DECODER and not ('cross_attention' in path and path[-1] in ('key', 'value'))
 
     def cache_bytes(
         self, dtype: str, slots: int, source_length: int, batch_size: int = 1, devices: int = 1
     ) -> int:
-        """Of self-attention, `slots` long, and of cross-attention, as long as the source."""
+        """Bytes of self-attention's cache, `slots` long, and cross-attention's, as long as the source."""
         layer = 2 * self.layer_keys_bytes(dtype, slots + source_length)
         share = devices if self.config.num_heads % devices == 0 else 1
         return self.config.num_decoder_layers * layer * batch_size // share

@@ -15,7 +15,7 @@ from spec_jax.models.hf_folder import CONFIG
 from spec_jax.models.t5 import T5Config
 from spec_jax.models.t5_hf import config_from_hf
 
-# d_model, d_ff, heads, layers on each side; the width of a head is 64, but 128 in v1.0's two largest.
+# d_model, d_ff, heads, layers of encoder and of decoder; head width is 64, but 128 in v1.0's two largest.
 _V1_1 = dict(
     small=(512, 1024, 6, 8),
     base=(768, 2048, 12, 12),
@@ -37,33 +37,33 @@ _NAME = re.compile(
 
 
 def sized(name: str) -> T5Config:
-    """The configuration that a public name or a folder's stands for, such as google/t5-v1_1-xxl or t5-small.
+    """The configuration for a public name or a folder's name, such as google/t5-v1_1-xxl or t5-small.
 
     Raises:
-      ValueError: the name tells no size.
+      ValueError: the name contains no known size.
     """
-    found = _NAME.search(str(name).lower())
-    sizes = _V1_1 if found and found['version'] else _V1_0
-    if not found or found['size'] not in sizes:
+    match = _NAME.search(str(name).lower())
+    sizes = _V1_1 if match and match['version'] else _V1_0
+    if not match or match['size'] not in sizes:
         raise ValueError(
             f'{name}: expected a folder with {CONFIG}, or a name that tells a size, such as t5-v1_1-xxl or '
             't5-small; found neither'
         )
-    d_model, d_ff, num_heads, layers = sizes[found['size']]
+    d_model, d_ff, num_heads, layers = sizes[match['size']]
     config = T5Config(
         d_model=d_model, d_ff=d_ff, num_heads=num_heads, num_encoder_layers=layers, num_decoder_layers=layers
     )
-    if found['version']:
+    if match['version']:
         return config
-    d_kv = 128 if found['size'] in _WIDE_HEADS else 64
+    d_kv = 128 if match['size'] in _WIDE_HEADS else 64
     v1_0 = dict(activation='relu', gated=False, tied_head=True, scale_head_input=True)
     return dataclasses.replace(config, d_kv=d_kv, **v1_0)
 
 
 def config_of(source: str | os.PathLike) -> T5Config:
-    """What a folder's config.json says, or where there is no such folder, what its name says (`sized`).
+    """The configuration of a folder's config.json, or where there is none, of its name (`sized`).
 
-    No weights are read; that a head of its own is stored with them is taken from the config's word.
+    No weights are read; whether the head is tied is taken from config.json.
     """
     path = pathlib.Path(source).expanduser() / CONFIG
     if not path.is_file():
@@ -72,7 +72,7 @@ def config_of(source: str | os.PathLike) -> T5Config:
 
 
 def size_of(config: T5Config) -> str | None:
-    """The name of a public size with these widths and layers, such as 'small'; None for another."""
+    """The name of a public size with these widths and layers, such as 'small'; None for any other."""
     sizes = _V1_1 if config.gated else _V1_0
-    mine = config.d_model, config.d_ff, config.num_heads, config.num_decoder_layers
-    return next((name for name, size in sizes.items() if size == mine), None)
+    widths = config.d_model, config.d_ff, config.num_heads, config.num_decoder_layers
+    return next((name for name, size in sizes.items() if size == widths), None)

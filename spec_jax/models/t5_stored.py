@@ -1,4 +1,4 @@
-"""What every form of T5 files has in common: a configuration, and parameters that are read one by one.
+"""The interface of every form of T5 files: a configuration, and parameters that are read one by one.
 
     t5_hf.py  config.json and safetensors    t5x.py  T5X's zarr arrays    t5_orbax.py  config.json and Orbax arrays
 
@@ -54,7 +54,7 @@ def to_be_saved(model: T5, dtype) -> tuple[Callable[[str], np.ndarray], np.dtype
     """A function that gives a parameter by name, and the dtype to store it in, by default the parameters'."""
     if model.config.fused is not None:
         raise ValueError(
-            'expected a T5 as it was loaded or trained, got one made `for_decoding`; save the former'
+            'expected a T5 as it was loaded or trained, got one laid out by `for_decoding`; save the former'
         )
     leaves = {dotted(path): leaf for path, leaf in nnx.to_flat_state(model.params)}
     dtype = checked_dtype(leaves['embedding'].dtype if dtype is None else dtype)
@@ -62,7 +62,7 @@ def to_be_saved(model: T5, dtype) -> tuple[Callable[[str], np.ndarray], np.dtype
 
 
 def checked_dtype(dtype) -> np.dtype:
-    """float32 or bfloat16; ValueError for another."""
+    """float32 or bfloat16; ValueError for any other dtype."""
     try:
         dtype = jnp.dtype(dtype)
     except TypeError:

@@ -1,8 +1,8 @@
-"""T5 checkpoints in and out, in whichever form they come.
+"""Loads and saves T5 checkpoints in three forms.
 
     folder or hub id  --load_t5-->  T5  --save_t5-->  folder that transformers loads
 
-Three forms are told apart by what a folder holds: Hugging Face's (`t5_hf.py`), T5X's (`t5x.py`), and an Orbax
+The form is recognised by the files in a folder: Hugging Face's (`t5_hf.py`), T5X's (`t5x.py`), or an Orbax
 checkpoint with a config.json (`t5_orbax.py`).
 """
 
@@ -35,12 +35,12 @@ def load_t5(
       dtype: float32 or bfloat16, of parameters and activations; files may hold any float type.
       revision: branch, tag or commit on the hub.
       place: puts a parameter, given its path as in `nnx.to_flat_state` and its values, on its device or its
-        shards. Parameters come one at a time, the largest first, so that no device needs to hold more than its
-        own; by default they go to the first device.
+        shards. Parameters are passed one at a time, the largest first, so that no device needs to hold more than
+        its part; by default they go to the first device.
 
     Raises:
       FileNotFoundError: a file or the repository is missing.
-      ValueError: the files are damaged, hold no T5 of ours or contradict each other, or dtype is refused.
+      ValueError: the files are damaged, do not hold a supported T5 or contradict each other, or dtype is neither.
     """
     dtype = checked_dtype(dtype)
     stored = open_t5(hf_folder.fetch(source, revision))
@@ -57,34 +57,34 @@ def save_t5(model: T5, folder: str | os.PathLike, dtype=None, max_shard_size: in
 
     Args:
       model: the T5.
-      folder: created where it does not exist; of one that does, files that are no model's stay.
-      dtype: of the stored weights, float32 or bfloat16; the parameters' own by default.
+      folder: created where it does not exist; in one that does, files that do not belong to a model stay.
+      dtype: of the stored weights, float32 or bfloat16; that of the parameters by default.
       max_shard_size: bytes beyond which the weights are split over several files.
 
     Raises:
       OSError: the folder cannot be written.
-      ValueError: dtype is refused, or Hugging Face's form cannot express the configuration.
+      ValueError: dtype is neither, or Hugging Face's form cannot express the configuration.
     """
     read, dtype = to_be_saved(model, dtype)
-    t5_hf.config_to_hf(model.config, dtype)  # refuses before anything is written
+    t5_hf.config_to_hf(model.config, dtype)  # raises before anything is written
     with hf_folder.replacing(folder) as staging:
         t5_hf.write(staging, model.config, dtype, read, max_shard_size)
 
 
 def open_t5(folder: pathlib.Path, d_kv: int | None = None) -> StoredT5:
-    """The T5 in a folder, its parameters yet to be read.
+    """The T5 in a folder, its parameters not yet read.
 
     Args:
       folder: in one of the three forms.
-      d_kv: as `t5x.T5X`'s.
+      d_kv: as of `t5x.T5X`.
 
     Raises:
-      FileNotFoundError, ValueError: as `load_t5`'s.
+      FileNotFoundError, ValueError: as of `load_t5`.
     """
     if t5x.is_t5x(folder):
         return t5x.T5X(folder, d_kv)
     if (folder / hf_folder.PARAMS).is_dir():
-        from spec_jax.models import t5_orbax  # Orbax is slow to import, and most runs have no need of it
+        from spec_jax.models import t5_orbax  # Orbax is slow to import, and most runs do not need it
 
         return t5_orbax.OrbaxT5(folder)
     if not (folder / hf_folder.CONFIG).exists() and not any(folder.glob('*.safetensors')):

@@ -1,9 +1,9 @@
-"""Random T5s of real shapes that agree: a large one that holds a small one, for timing where weights are lacking.
+"""Pairs of random T5s of real shapes: a large one that contains a small one, for timing without trained weights.
 
-The small one's features, heads and layers come first in the large one, and all else in it is random. What the
-rest reads does no harm; what it writes into the residual stream is multiplied by `writes`. At 0 the large one is
-the small one in a dearer form, and the larger `writes`, the more seldom their likeliest tokens agree. A dense
-product costs what its shape says, whatever numbers stand in it.
+The small model's features, heads and layers come first in the large one; all other weights are random. What those
+write into the residual stream is multiplied by `writes`. At 0 both models have the same logits; the larger
+`writes`, the less often their most probable tokens agree. The time of a dense product depends on its shape only,
+not on its values.
 
 Axes: V vocabulary, D model width, H heads, K head width, F feed-forward width.
 """
@@ -18,7 +18,7 @@ from flax import nnx
 
 from spec_jax.models.t5 import T5, T5Config, T5Module
 
-# T5 v1.0's shapes, but for a head of its own: random text whose head is the embedding repeats one token.
+# T5 v1.0's shapes, but with an untied head: with a tied head, random weights repeat one token.
 SMALL = T5Config(
     vocab_size=32128,
     d_model=512,
@@ -36,20 +36,20 @@ BASE = dataclasses.replace(
 LARGE = dataclasses.replace(
     SMALL, d_model=1024, d_ff=4096, num_heads=16, num_encoder_layers=24, num_decoder_layers=24
 )
-# The sizes to compare at, and `writes`; a report says which share of the draft's tokens is accepted.
+# The sizes to compare at, and `writes` for each; a report gives the share of draft tokens accepted.
 SHAPES = {'base': (BASE, 0.15), 'large': (LARGE, 0.12)}
 
 _WIDENED = ('d_model', 'd_ff', 'num_heads', 'num_encoder_layers', 'num_decoder_layers')
 _WRITERS = ('embedding', 'out', 'down')  # leaves that write into the residual stream
-_EMBEDDING = 3.0  # beside what the layers add; with less of it text soon runs in circles
-_HEAD = 8.0  # the likeliest token has a probability of about .6, as with trained weights
+_EMBEDDING = 3.0  # relative to what the layers add; with a smaller one the text soon repeats itself
+_HEAD = 8.0  # the most probable token has a probability of about .6, as with trained weights
 
 
 def endless_t5(config: T5Config, seed: int) -> T5:
     """A T5 of random weights, as NumPy arrays, whose greedy text varies and never ends.
 
     Args:
-      config: with a head of its own.
+      config: with an untied head.
       seed: of the weights.
     """
     leaves = {path: _random(path, shape, draw) for path, shape, draw in _leaves(config, seed)}
@@ -57,20 +57,20 @@ def endless_t5(config: T5Config, seed: int) -> T5:
 
 
 def widen(draft: T5, config: T5Config, writes: float, seed: int) -> T5:
-    """A T5 of `config`, as NumPy arrays, that holds `draft` and says the same the oftener, the smaller `writes` is.
+    """A T5 of `config`, as NumPy arrays, that contains `draft`; the smaller `writes`, the more often both agree.
 
     Args:
-      draft: not made `for_decoding`.
+      draft: not laid out by `for_decoding`.
       config: no narrower and no shallower than the draft's, and otherwise alike.
-      writes: what the rest writes is multiplied by this; 0 gives the draft's logits.
-      seed: of the rest.
+      writes: factor on what the other weights write into the residual stream; 0 gives the draft's logits.
+      seed: of the other weights.
 
     Raises:
       ValueError: the draft does not fit in.
     """
     _check(draft.config, config)
     held = {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(draft.params)}
-    # Features that are 0 lessen the mean square that a norm divides by.
+    # The added features are 0 and lower the mean square that a norm divides by.
     shrink = np.float32(math.sqrt(draft.config.d_model / config.d_model))
     leaves = {}
     for path, shape, draw in _leaves(config, seed):
@@ -85,7 +85,7 @@ def widen(draft: T5, config: T5Config, writes: float, seed: int) -> T5:
 
 
 def _leaves(config, seed):
-    """Path, shape and a generator of its own for each leaf."""
+    """Path, shape and a separate generator for each leaf."""
     shapes = nnx.state(nnx.eval_shape(lambda: T5Module(config, rngs=nnx.Rngs(0))), nnx.Param)
     for number, (path, leaf) in enumerate(nnx.to_flat_state(shapes)):
         yield path, leaf.shape, np.random.default_rng((seed, number))
@@ -106,7 +106,7 @@ def _random(path, shape, draw) -> np.ndarray:
 
 
 def _model(config: T5Config, leaves: dict[tuple, np.ndarray]) -> T5:
-    leaves['head',][:, [config.eos_id, config.pad_id]] = 0  # far below the greatest logit: no text ends
+    leaves['head',][:, [config.eos_id, config.pad_id]] = 0  # far below the highest logit: no text ends
     return T5(nnx.from_flat_state({path: nnx.Param(leaf) for path, leaf in leaves.items()}), config)
 
 

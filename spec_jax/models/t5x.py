@@ -2,8 +2,8 @@
 
     target.decoder.layers_0.self_attention.query.kernel/.zarray, 0.0, ...
 
-T5X keeps no configuration beside them, so sizes and switches follow from shapes and names. Its optimizer's
-arrays (`state.*`) and the msgpack file `checkpoint` are passed over.
+T5X stores no configuration beside them, so sizes and switches are inferred from shapes and names. Its optimizer's
+arrays (`state.*`) and the msgpack file `checkpoint` are ignored.
 
 Axes: V vocabulary, D model width, H heads, K head width, F feed-forward width.
 """
@@ -20,7 +20,8 @@ from spec_jax.models.t5 import T5Config
 from spec_jax.models.t5_stored import leaf_shapes
 from spec_jax.models.zarr_folder import Arrays
 
-# Our name (a dot stands for a dot) and T5X's. Both store [in, out]; T5X has heads and head width as one axis.
+# Our name (a pattern in which a dot is a literal dot) and T5X's. Both store [in, out]; T5X has heads and head
+# width as one axis.
 _TABLE = (
     (r'embedding', r'token_embedder.embedding'),  # [V, D]
     (r'head', r'decoder.logits_dense.kernel'),  # [D, V]
@@ -37,7 +38,7 @@ _TABLE = (
 )
 _PLAIN_MLP = {'up': 'wi', 'down': 'wo'}
 _GATED_MLP = {'gate': 'wi_0', 'up': 'wi_1', 'down': 'wo'}
-_TARGET = 'target.'  # before the names of the model's own arrays
+_TARGET = 'target.'  # prefix of the model's arrays
 _SCANNED = re.compile(r'target\.(encoder|decoder)\.(encoder|decoder|layers)\.')
 
 
@@ -51,10 +52,10 @@ class T5X:
 
     Args:
       folder: the one that holds `target.*`.
-      d_kv: width of a head that is expected; None takes what the arrays say.
+      d_kv: expected head width; None takes that of the arrays.
 
     Raises:
-      ValueError: arrays are missing, damaged or of shapes that do not fit each other.
+      ValueError: arrays are missing, damaged, or of shapes that contradict each other.
     """
 
     def __init__(self, folder: pathlib.Path, d_kv: int | None = None):
@@ -74,16 +75,16 @@ class T5X:
         return array.T if name.endswith('_bias.table') else array.reshape(self._shapes[name])
 
     def _check_shape(self, ours: str, name: str) -> None:
-        shape, came = self._shapes[ours], self._arrays.shape(name)
+        shape, actual = self._shapes[ours], self._arrays.shape(name)
         if ours.endswith('_bias.table'):
             allowed = [shape[::-1]]
         elif ours.endswith('attention.out'):
             allowed = [(math.prod(shape[:2]), shape[2]), shape]  # [H * K, D] or [H, K, D]
         else:
             allowed = [(shape[0], math.prod(shape[1:])), shape] if len(shape) == 3 else [shape]
-        if came not in allowed:
+        if actual not in allowed:
             expected = f'{self._arrays.folder}: expected {name} of shape {allowed[0]}'
-            raise ValueError(f'{expected}, as other arrays suggest, got {came}; copy the checkpoint again')
+            raise ValueError(f'{expected}, as other arrays suggest, got {actual}; copy the checkpoint again')
 
 
 def t5x_name(ours: str, config: T5Config) -> str:
@@ -109,10 +110,10 @@ def _config(arrays: Arrays, d_kv: int | None) -> T5Config:
             raise ValueError(
                 f'{arrays.folder}: expected the arrays of a T5, got no {name}; complete the copy'
             )
-        if len(came := arrays.shape(name)) not in numbers_of_axes:
+        if len(actual := arrays.shape(name)) not in numbers_of_axes:
             expected = f'expected {name} with {numbers_of_axes[0]} axes'
-            raise ValueError(f'{arrays.folder}: {expected}, got {came}; use a plain T5')
-        return came
+            raise ValueError(f'{arrays.folder}: {expected}, got {actual}; use a plain T5')
+        return actual
 
     vocab_size, d_model = shape('token_embedder.embedding', 2)
     num_heads, num_buckets = shape('encoder.relpos_bias.rel_embedding', 2)
@@ -136,11 +137,11 @@ def _config(arrays: Arrays, d_kv: int | None) -> T5Config:
         activation='gelu' if gated else 'relu',
         gated=gated,
         tied_head=tied,
-        scale_head_input=tied,  # so T5X's `logits_via_embedding` does
+        scale_head_input=tied,  # as T5X's `logits_via_embedding` does
         num_buckets=num_buckets,
     )
 
 
 def _num_layers(stack: str, names: frozenset[str]) -> int:
-    found = [re.match(rf'target\.{stack}\.layers_(\d+)\.', name) for name in names]
-    return max((int(match[1]) + 1 for match in found if match), default=1)
+    matches = [re.match(rf'target\.{stack}\.layers_(\d+)\.', name) for name in names]
+    return max((int(match[1]) + 1 for match in matches if match), default=1)

@@ -10,18 +10,18 @@ import tensorstore as ts
 
 from spec_jax.models.hf_folder import listed
 
-# Chunks of an array under way at once: all of them would be the array twice over, packed and unpacked.
+# Chunks read at once; all of them at once would hold the array twice, packed and unpacked.
 _CONTEXT = ts.Context({'file_io_concurrency': {'limit': 4}})
 _FLOATS = ('float64', 'float32', 'float16', 'bfloat16')
 
 
 class Arrays:
-    """The arrays of a folder by name, read when asked for.
+    """The arrays of a folder by name, read on demand.
 
     Args:
       folder: for messages.
-      names: of the arrays that are there.
-      kvstore: TensorStore's specification of where the array of a name lies.
+      names: of the arrays in it.
+      kvstore: TensorStore's kvstore specification for the array of a name.
     """
 
     def __init__(self, folder: pathlib.Path, names: Iterable[str], kvstore: Callable[[str], dict]):
@@ -45,7 +45,7 @@ class Arrays:
         return self._open(name).dtype.numpy_dtype
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """An array as it is stored, or a part of it; ValueError where it is damaged, or some of it missing."""
+        """An array as it is stored, or a part of it; ValueError where it is damaged or incomplete."""
         try:
             return self._open(name)[index].read().result()
         except Exception as error:  # TensorStore raises many kinds
@@ -54,7 +54,7 @@ class Arrays:
     def _open(self, name: str) -> ts.TensorStore:
         if name in self._opened:
             return self._opened[name]
-        # A chunk that is missing would otherwise be read as zeros.
+        # By default a missing chunk would be read as zeros.
         spec = {'driver': 'zarr', 'kvstore': self._kvstore(name), 'fill_missing_data_reads': False}
         try:
             array = ts.open(spec, open=True, read=True, context=_CONTEXT).result()
@@ -72,7 +72,7 @@ class Arrays:
 
 
 def shortly(error: Exception) -> str:
-    """What happened, in some 200 characters: TensorStore says where at the beginning and why at the end."""
+    """The error's text in some 200 characters: TensorStore has the place at its beginning, the cause at its end."""
     text = ' '.join(str(error).split())
     text = text.partition(' [tensorstore_spec=')[0].partition(' See full TensorStore details')[0]
     if len(text) > 200:

@@ -1,1 +1,1 @@
-"""What a run needs around its work: a command line, a workdir with a report and a journal, a profile."""
+"""The frame of a run: command line, workdir with a report and a journal, profile."""

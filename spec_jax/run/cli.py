@@ -1,5 +1,5 @@
-"""What the scripts share at their front door: a config flag, a profiler, quiet logs, and one line instead of a
-traceback where the user can mend it.
+"""The command line of all scripts: a config flag, a profiler, quiet logs, and one line in place of a traceback for
+errors that the user can fix.
 
     _CONFIG = cli.define_config()
 
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-# Read by transformers when it is imported, which would tell every user that PyTorch was not found.
+# Read by transformers at import; without them it warns every user that PyTorch was not found.
 os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'error')
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
@@ -26,7 +26,7 @@ from ml_collections import config_flags  # noqa: E402
 
 from spec_jax.run import profiling  # noqa: E402
 
-# What a user can cause: bad values, missing or unwritable files, NaN from a model. All else is our fault.
+# Errors that a user can cause: bad values, missing or unwritable files, NaN from a model. Any other is a bug.
 USER_ERRORS = (ValueError, OSError, FloatingPointError)
 
 _PROFILE = flags.DEFINE_string(
@@ -46,23 +46,23 @@ def define_config() -> flags.FlagHolder:
 def run(main: Callable[[Sequence[str]], object]) -> None:
     """Parses the flags and runs `main(argv)`; does not return.
 
-    Exits with 0; with 1 behind a line `error: ...` on stderr for one of `USER_ERRORS` or a bad flag; with
-    130 on Ctrl-C. Under --verbosity=1 the traceback and the libraries' own logs are shown too. With --profile=DIR
-    the run is traced (`profiling.trace`).
+    Exits with 0; with 1 after a line `error: ...` on stderr for one of `USER_ERRORS` or a bad flag; with 130 on
+    Ctrl-C. With --verbosity=1 the traceback and the libraries' logs are shown too. With --profile=DIR the run is
+    traced (`profiling.trace`).
     """
     flags.FLAGS.set_default('verbosity', logging.FATAL)
     app.run(lambda argv: _guarded(main, argv), flags_parser=_parse)
 
 
 class StopSignal:
-    """Notes a first Ctrl-C or SIGTERM, so that long work can end in good order; a second one acts as ever.
+    """Records a first Ctrl-C or SIGTERM, so that long work can finish its step; a second one acts as usual.
 
         with cli.StopSignal() as stop:
             while not stop(): ...
         stop.exit_if_set()
 
     Attributes:
-      number: of the signal that came, or None.
+      number: of the signal received, or None.
     """
 
     def __init__(self):
@@ -102,12 +102,14 @@ def one_line(error: BaseException) -> str:
 def _parse(argv: Sequence[str]) -> list[str]:
     for arg in argv:
         name, given, value = arg.partition('=')
-        file = value.partition(':')[0]  # what stands behind a colon is get_config's argument
+        file = value.partition(':')[0]  # what follows a colon is get_config's argument
         if name == '--config' and given and not pathlib.Path(file).is_file():
-            sys.exit(f'error: --config: expected a Python file; got {file!r}, which is none: check the path')
+            sys.exit(
+                f'error: --config: expected a Python file; got {file!r}, which is not one: check the path'
+            )
     try:
         return flags.FLAGS(argv)
-    except (AttributeError, KeyError) as error:  # so says ml_collections that a configuration lacks a key
+    except (AttributeError, KeyError) as error:  # raised by ml_collections for an unknown key
         key, guess = re.match(r'\W*(\w*)', str(error))[1], re.search(r'Did you mean "(\w+)"', str(error))
         names = [arg.partition('=')[0] for arg in argv]
         given = [name for name in names if key in name.split('.')]
@@ -127,8 +129,8 @@ def _parse(argv: Sequence[str]) -> list[str]:
 def _guarded(main: Callable, argv: Sequence[str]) -> None:
     quiet = flags.FLAGS.verbosity < logging.DEBUG
     if quiet:
-        # At INFO, which app.run would take, Orbax prints a page for each checkpoint. Its errors come to us as
-        # exceptions, and once more as logged tracebacks and as cries of abandoned coroutines.
+        # At INFO, app.run's default, Orbax prints a page for each checkpoint. It raises its errors as exceptions,
+        # and logs them again as tracebacks and as warnings of coroutines that were never awaited.
         logging.set_verbosity(logging.FATAL)
         sys.unraisablehook = lambda _: None
     try:
@@ -143,10 +145,10 @@ def _guarded(main: Callable, argv: Sequence[str]) -> None:
 
 
 def _traced() -> AbstractContextManager:
-    """What --profile asks for."""
+    """The trace of --profile, or no context where it is not given."""
     if _PROFILE.value is None:
         return nullcontext()
-    # The profiler looks for devices, which must not happen before the processes have found each other.
+    # The profiler initialises the devices, which must not happen before the processes have joined.
     if 'coordinator' in flags.FLAGS and flags.FLAGS.coordinator:
-        raise ValueError('profile: expected a process that is alone; got --coordinator too: leave one out')
+        raise ValueError('profile: expected a single process; got --coordinator too: leave one out')
     return profiling.trace(_PROFILE.value)

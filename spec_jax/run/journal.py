@@ -1,4 +1,4 @@
-"""A file of finished rows, so that long work can be stopped at any moment and goes on where it was."""
+"""A file of finished rows, so that long work can be stopped at any time and resumed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from spec_jax.runtime import processes
 
 @dataclasses.dataclass
 class Journal:
-    """Records of the rows that are done: a line that names the run, then a JSON line a row.
+    """Records of the finished rows: a line that identifies the run, then a JSON line per row.
 
     Attributes:
-      path: the file; it is there once a row is.
-      run: what the rows depend on, a JSON object.
+      path: the file; created with the first row.
+      run: the settings that the rows depend on, a JSON object.
       records: by row, JSON objects.
     """
 
@@ -28,12 +28,12 @@ class Journal:
 
     @classmethod
     def open(cls, path: pathlib.Path, run: dict[str, Any]) -> Journal:
-        """Reads the journal of `run`, if there is one; half a line at its end is cut off.
+        """Reads the journal of `run`, if there is one; an incomplete line at its end is cut off.
 
-        Of several processes the first reads and writes, and all know the records.
+        Of several processes the first reads and writes, and all get the records.
 
         Raises:
-          ValueError: the file is another run's, or is damaged.
+          ValueError: the file belongs to another run, or is damaged.
           OSError: it cannot be read.
         """
         lines = processes.from_first(lambda: _whole_lines(path))
@@ -54,7 +54,7 @@ class Journal:
         return cls(path, run, records)
 
     def add(self, rows: Sequence[int], records: Sequence[dict[str, Any]]) -> None:
-        """Appends those that are not there yet."""
+        """Appends the records of rows that are not in the journal yet."""
         new = {row: one for row, one in zip(rows, records, strict=True) if row not in self.records}
         self.records |= new
         if not processes.is_first():
@@ -67,7 +67,7 @@ class Journal:
 
 
 def _whole_lines(path: pathlib.Path) -> list[str]:
-    """The file's lines; one without an end is cut off."""
+    """The file's lines; a last one without a line feed is cut off the file."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith(b'\n'):
         os.truncate(path, path.stat().st_size - len(lines.pop()))

@@ -1,7 +1,7 @@
-"""A trace of a run, and how its time is spread over the parts of the loop.
+"""A trace of a run, and its time by part of the loop.
 
 The decoding loop names its parts (`jax.named_scope`: prefill, draft, target, verify, update). The compiler keeps
-the names beside the operations, and the profiler writes both into one file, an XSpace:
+the names with the operations, and the profiler writes both into one file, an XSpace:
 
     planes: a host or a device, or the metadata: here the compiled programs, each an HloProto
       lines: a thread, or a unit of the device
@@ -22,7 +22,7 @@ import jax
 from spec_jax.run import report
 
 SCOPES = ('prefill', 'draft', 'target', 'verify', 'update')
-# Numbers of fields in the schemas xplane.proto and hlo.proto: the way to a program's operations.
+# Paths of field numbers in the schemas xplane.proto and hlo.proto, down to a program's operations.
 _METADATA, _TITLE = (1, 4, 2), (2,)  # planes, event_metadata, value; name, which is a program's NAME(ID)
 _OPERATIONS = (5, 6, 1, 3, 2)  # stats, bytes_value, hlo_module, computations, instructions
 _NAME, _PATH = (1,), (7, 2)  # metadata, op_name
@@ -30,9 +30,9 @@ _NAME, _PATH = (1,), (7, 2)  # metadata, op_name
 
 @contextmanager
 def trace(folder: str | os.PathLike) -> Iterator[None]:
-    """Has JAX's profiler trace what runs within, into folder/plugins/profile/TIME.
+    """Traces what runs within with JAX's profiler, into folder/plugins/profile/TIME.
 
-    Python's own calls are left out: they slow the run and fill the trace.
+    Python calls are left out: they slow the run and fill the trace.
 
     Raises:
       OSError: the folder cannot be written, before any work is done.
@@ -44,16 +44,16 @@ def trace(folder: str | os.PathLike) -> Iterator[None]:
 
 
 def seconds_by_scope(folder: str | os.PathLike, program: str | None = None) -> dict[str, float]:
-    """Time in which something of each part of the loop ran, of the newest trace in the folder.
+    """Seconds in which an operation of each part of the loop ran, in the newest trace of the folder.
 
-    Parts can overlap where a device, or a CPU's threads, work on several operations at once.
+    Parts can overlap where a device, or a CPU's threads, run several operations at once.
 
     Args:
       folder: as of `trace`.
-      program: as the trace names it, such as jit_f; None counts the operations of all.
+      program: its name in the trace, such as jit_f; None counts the operations of all programs.
 
     Returns:
-      Seconds by each of `SCOPES`, all runs in the trace together.
+      Seconds by each of `SCOPES`, summed over all runs in the trace.
 
     Raises:
       FileNotFoundError: the folder has no trace.
@@ -73,7 +73,7 @@ def seconds_by_scope(folder: str | os.PathLike, program: str | None = None) -> d
             for operation, span in run:
                 if scope := parts.get(operation):
                     spans[scope].append(span)
-    return {scope: covered(found) / 1e9 for scope, found in spans.items()}
+    return {scope: covered(parts) / 1e9 for scope, parts in spans.items()}
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -86,9 +86,10 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _paired(scopes: dict[int, dict], events: dict[int, list]) -> Iterator[tuple[dict, list]]:
-    """Each program's scopes with its events, of programs of one name.
+    """Each program's scopes with its events, among programs of one name.
 
-    A program that was read from the compilation cache has one number here and another there, in the same order.
+    A program from the compilation cache has different numbers in its metadata and in its events; both are in the
+    same order.
     """
     if len(scopes) == len(events):
         order = zip(sorted(scopes), sorted(events), strict=True)
@@ -99,25 +100,25 @@ def _paired(scopes: dict[int, dict], events: dict[int, list]) -> Iterator[tuple[
 
 def _events(written: bytes) -> dict[str, dict[int, list[tuple[str, tuple[float, float]]]]]:
     """(operation, (start, end) in ns), by the program's name and number."""
-    found = defaultdict(lambda: defaultdict(list))
+    events = defaultdict(lambda: defaultdict(list))
     for plane in jax.profiler.ProfileData.from_serialized_xspace(written).planes:
         for event in (event for line in plane.lines for event in line.events):
             stats = dict(event.stats)
             if 'hlo_op' in stats and 'hlo_module' in stats:
                 span = event.start_ns, event.start_ns + event.duration_ns
-                found[stats['hlo_module']][stats.get('program_id', 0)].append((stats['hlo_op'], span))
-    return found
+                events[stats['hlo_module']][stats.get('program_id', 0)].append((stats['hlo_op'], span))
+    return events
 
 
 def _scopes(written: bytes) -> dict[str, dict[int, dict[str, str]]]:
     """The scope of each operation that has one, by the program's name and number."""
-    found = defaultdict(lambda: defaultdict(dict))
+    scopes = defaultdict(lambda: defaultdict(dict))
     for metadata in _at(written, _METADATA):
         title = re.fullmatch(r'(.*)\((\d+)\)', _text(metadata, _TITLE))
         for operation in _at(metadata, _OPERATIONS) if title else ():
             if scope := re.search(f'/({"|".join(SCOPES)})/', _text(operation, _PATH)):
-                found[title[1]][int(title[2])][_text(operation, _NAME)] = scope[1]
-    return found
+                scopes[title[1]][int(title[2])][_text(operation, _NAME)] = scope[1]
+    return scopes
 
 
 def _text(message: bytes, path: tuple[int, ...]) -> str:
@@ -125,7 +126,7 @@ def _text(message: bytes, path: tuple[int, ...]) -> str:
 
 
 def _at(message: bytes, path: tuple[int, ...]) -> Iterator[bytes]:
-    """Every value that stands at a path of field numbers in a protocol buffer."""
+    """Every value at a path of field numbers in a protocol buffer."""
     if not path:
         yield message
         return
@@ -135,7 +136,7 @@ def _at(message: bytes, path: tuple[int, ...]) -> Iterator[bytes]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number, value) of the fields with a length, the only ones wanted; the others are passed over."""
+    """(number, value) of the length-delimited fields; the others are skipped."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)
@@ -151,7 +152,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """The number that begins at a byte, seven bits a byte, lowest first; and the byte behind it."""
+    """The number that begins at a byte, seven bits per byte, lowest first; and the index after it."""
     value, shift = 0, 0
     while True:
         byte = message[at]

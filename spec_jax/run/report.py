@@ -1,4 +1,4 @@
-"""What a run leaves behind: report.json with documented keys, texts, and a table on the screen."""
+"""The output of a run: report.json with documented keys, texts, and a table on the screen."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ KEYS = (
 
 
 def make_workdir(path: str | os.PathLike) -> pathlib.Path:
-    """Creates the folder and sees that it can be written; the first of several processes does.
+    """Creates the folder and checks that it can be written; of several processes only the first does so.
 
     Raises:
-      OSError: where it cannot, before any work is done.
+      OSError: it cannot be written; raised before any work is done.
     """
     folder = pathlib.Path(path)
 
@@ -54,29 +54,29 @@ def make_workdir(path: str | os.PathLike) -> pathlib.Path:
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes beside the file and renames, so that there is never half of it.
+    """Writes a temporary file and renames it, so that the file is never half-written.
 
-    Of several processes the first does.
+    Of several processes only the first does so.
     """
     if not processes.is_first():
         return
-    beside = path.with_name(path.name + '.partial')
+    partial = path.with_name(path.name + '.partial')
     try:
-        beside.write_text(text, encoding='utf-8')
-        beside.replace(path)
+        partial.write_text(text, encoding='utf-8')
+        partial.replace(path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
 
 
 def device() -> str:
-    """What the run is on, in words."""
+    """The device of the run, such as 'cpu: cpu'; with ' x SIZE' for a mesh."""
     one, mesh = jax.devices()[0], sharding.mesh_in_use()
     return f'{one.platform}: {one.device_kind}' + (f' x {mesh.size}' if mesh else '')
 
 
 def write_report(workdir: pathlib.Path, figures: dict[str, Any], config: ConfigDict) -> dict[str, Any]:
-    """Writes report.json: `KEYS`, filled from `figures` or None, then whatever else figures hold.
+    """Writes report.json: `KEYS`, filled from `figures` or None, then all other figures.
 
     Returns:
       The report.
@@ -88,7 +88,7 @@ def write_report(workdir: pathlib.Path, figures: dict[str, Any], config: ConfigD
     return report
 
 
-# What the screen says of a figure, in this order.
+# The label of each figure on the screen, in this order.
 _LABELS = dict(
     lines='lines',
     tokens='tokens',
@@ -109,7 +109,7 @@ _LABELS = dict(
 
 
 def summary(figures: dict[str, Any]) -> str:
-    """The measured figures, a line each, and a warning where plain decoding should be faster."""
+    """The measured figures, one per line, and a warning where plain decoding should be faster."""
     rows = [(label, figures[name]) for name, label in _LABELS.items() if figures.get(name) is not None]
     table = tabulate(rows, floatfmt='.3g', tablefmt='plain')
     if warning := _slower(figures):
@@ -120,7 +120,7 @@ def summary(figures: dict[str, Any]) -> str:
 
 
 def _slower(figures: dict[str, Any]) -> str:
-    """What to do where a speed-up below 1 is predicted, by Theorem 3.8 or with the cost of rows; else empty."""
+    """Advice where a speed-up below 1 is predicted, by Theorem 3.8 or with the cost of rows; else empty."""
     predicted, attainable = (figures.get(name) for name in ('predicted_speedup', 'attainable_speedup'))
     if predicted is not None and predicted < 1:
         best = analysis.best_gamma(figures['alpha'], figures['c'])

@@ -1,1 +1,1 @@
-"""All that knows a platform, a mesh or another process."""
+"""All code that depends on a platform, a mesh or other processes."""

@@ -1,4 +1,4 @@
-"""Several processes that run one program over all their devices: all compute, the first writes and prints.
+"""Several processes that run one program over all their devices; only the first writes and prints.
 
 processes.start('10.0.0.1:8476', number=2, index=0)   # and index=1 on the other machine
 """
@@ -18,17 +18,17 @@ from jax.experimental import multihost_utils
 
 
 def start(coordinator: str | None, number: int | None = None, index: int | None = None) -> None:
-    """Joins the others, before anything touches a device; all but the first print nothing from here on.
+    """Joins the other processes, before any device is used; all but the first print nothing from here on.
 
     Args:
-      coordinator: HOST:PORT of the first process, the same in all; 'auto' on a TPU pod or under Slurm, which
-        know the rest; None for a process that is alone.
-      number: how many there are.
-      index: of this one, from 0.
+      coordinator: HOST:PORT of the first process, the same in all; 'auto' on a TPU pod or under Slurm, where the
+        rest is detected; None for a single process.
+      number: of processes.
+      index: of this process, from 0.
 
     Raises:
-      ValueError: for arguments that do not fit together.
-      OSError: the others did not come.
+      ValueError: for arguments that contradict each other.
+      OSError: the other processes could not be joined.
     """
     if coordinator is None:
         if number is not None or index is not None:
@@ -62,13 +62,13 @@ def is_first() -> bool:
 
 
 def from_first(function: Callable[[], Any]) -> Any:
-    """What `function` returns in the first process, which alone runs it, given to all: for files and clocks.
+    """Runs `function` in the first process only and returns its result in all: for files and clocks.
 
     Args:
-      function: gives what JSON can express.
+      function: returns a value that JSON can express.
 
     Raises:
-      OSError, ValueError: what `function` raised; none of the others is left waiting.
+      OSError, ValueError: what `function` raised, in every process, so that none is left waiting.
     """
     if not jax.distributed.is_initialized():
         return function()
@@ -85,7 +85,7 @@ def from_first(function: Callable[[], Any]) -> Any:
 
 
 def _broadcast(text: bytes) -> bytes:
-    """The first process's text."""
+    """The text of the first process."""
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     content = np.zeros(size, np.uint8)
     if is_first():
@@ -94,7 +94,7 @@ def _broadcast(text: bytes) -> bytes:
 
 
 def whole(tree: Any) -> Any:
-    """The tree with arrays that this process can read: parts that others hold are fetched; all must call it."""
+    """The tree with whole arrays: parts on other processes are fetched. All processes must call it."""
 
     def fetched(leaf):
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:

@@ -20,14 +20,14 @@ from spec_jax.runtime.sharding import mesh_in_use
 def einsum(spec: str, x: Array, y: Array, dtype=None) -> Array:
     """Product of activations with a weight, or with other activations, accumulated in float32.
 
-    The one place where the form of a product is chosen. Both operands have x's dtype and the result
+    The only place where the form of a product is chosen. Both operands have x's dtype and the result
     is float32 before it is rounded: the form for which every backend has a fast kernel (on CPU,
     bfloat16 operands with a bfloat16 result run at a fifth of the speed). The gradient is built from
-    products of the same form, which automatic differentiation does not do: it would multiply a
-    float32 cotangent with a bfloat16 operand.
+    products of the same form; automatic differentiation would multiply a float32 cotangent with a
+    bfloat16 operand.
 
     Args:
-      spec: 'a,b->c' with no axis summed away that stands in one operand only.
+      spec: 'a,b->c'; an axis of one operand only must not be summed.
       x: activations.
       y: of any float dtype; rounded to x's.
       dtype: of the result, x's by default.
@@ -44,7 +44,7 @@ def _einsum_backward(spec, dtype, residuals, cotangent):
     x, y = residuals
     operands, out = spec.split('->')
     left, right = operands.split(',')
-    # Rounded apart from what made it: on CPU a gradient takes a sixth less time than with the two fused.
+    # Not fused with the operation that makes it: on CPU a gradient then takes a sixth less time.
     cotangent = lax.optimization_barrier(cotangent).astype(x.dtype)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     x_grad = product(f'{out},{right}->{left}', cotangent, y.astype(x.dtype))
@@ -56,12 +56,12 @@ einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
 def lay_out(weight: Array) -> Array:
-    """A weight [D, ...] as `project` takes it fastest over few rows: in panels on a single CPU."""
+    """A weight [D, ...] in the layout in which `project` is fastest over few rows: in panels on a single CPU."""
     return to_panels(weight) if platform() == 'cpu' and mesh_in_use() is None else weight
 
 
 def to_panels(weight: Array) -> Array:
-    """A weight [D, ...] as panels [P, D, C] of its columns, zeros behind the last one (`backend.panels`)."""
+    """A weight [D, ...] as panels [P, D, C] of its columns, zeros after the last one (`backend.panels`)."""
     flat = weight.reshape(len(weight), -1)
     number, columns = panels(flat.shape[1], flat.dtype.itemsize)
     flat = jnp.pad(flat, ((0, 0), (0, number * columns - flat.shape[1])))
@@ -69,13 +69,13 @@ def to_panels(weight: Array) -> Array:
 
 
 def project(spec: str, x: Array, weight: Array, shape: tuple[int, ...], dtype=None) -> Array:
-    """`einsum` with a weight [D, *shape] that may lie in panels.
+    """`einsum` with a weight [D, *shape] that may be in panels.
 
     Args:
       spec: such as 'btd,dhk->bthk'.
       x: [B, T, D].
       weight: [D, *shape], or [P, D, C] as `to_panels` makes it.
-      shape: what a token is projected to.
+      shape: of a token's projection.
       dtype: as of `einsum`.
 
     Returns:
@@ -100,7 +100,7 @@ def few_rows_einsum(spec: str, x: Array, y: Array, dtype=None) -> Array:
 
 
 def filled_einsum(spec: str, x: Array, y: Array) -> Array:
-    """`einsum` of x [B, T, .] with a weight; over a few rows more where that is faster (`backend.filled_rows`)."""
+    """`einsum` of x [B, T, .] with a weight; with filler rows where that is faster (`backend.filled_rows`)."""
     batch, rows, _ = x.shape
     fillers = filled_rows(rows, y.size) - rows if batch == 1 else 0
     return einsum(spec, jnp.pad(x, ((0, 0), (0, fillers), (0, 0))), y)[:, :rows]

@@ -16,18 +16,18 @@ def call_over_fewest(
 ) -> tuple[Any, Any]:
     """`call(length, cache, *arguments) -> (result, cache)` for the first length that is at least `needed`.
 
-    The choice is made by loops of which one runs, once: XLA's CPU backend copies a cache that passes through a
-    conditional, and keeps one in place that passes through a loop.
+    The choice is made by one while_loop per length, of which one runs, once: XLA's CPU backend copies a cache that
+    passes through a conditional, and updates one in place that passes through a loop.
 
     Args:
-      call: its results for different lengths may differ in the sizes of axes.
-      lengths: static, ascending; the last one serves where none is enough.
+      call: the axes of its results may differ in size between lengths.
+      lengths: static, ascending; the last one is used where none is enough.
       needed: scalar int32.
-      cache: a pytree whose shapes stay.
-      arguments: what else the call takes, a tuple of pytrees.
+      cache: a pytree; its shapes are the same for every length.
+      arguments: the call's other arguments, a tuple of pytrees.
 
     Returns:
-      The result, with zeros at the end of its axes up to the size they have for the last length; and the cache.
+      The result, with its axes zero-padded to the sizes of the last length; and the cache.
     """
     if len(lengths) == 1:
         return call(lengths[0], cache, *arguments)
@@ -49,15 +49,17 @@ def _padded(array: Array, like: jax.ShapeDtypeStruct) -> Array:
     return (
         array
         if array.shape == like.shape
-        else jnp.pad(array, [(0, size - own) for size, own in zip(like.shape, array.shape, strict=True)])
+        else jnp.pad(
+            array, [(0, size - actual) for size, actual in zip(like.shape, array.shape, strict=True)]
+        )
     )
 
 
 def _held_back(arguments, done: Array):
-    """The arguments as they are, since a loop that carries `done` is left once it is True.
+    """The arguments unchanged, made to depend on `done`, which is False whenever the loop runs.
 
-    XLA does not know that. What depends on the arguments alone, the first layer's projections among it, it would
-    otherwise do before the loop, and so in rounds that do not enter it.
+    Otherwise XLA would hoist what depends on the arguments alone, such as the first layer's projections, out of the
+    loop, and compute it also in rounds that do not enter the loop.
     """
 
     def one(x):

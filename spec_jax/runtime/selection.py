@@ -1,4 +1,4 @@
-"""Choosing tokens of a vocabulary, without the sorts, pairs and long sums that backends are slow at.
+"""Selects tokens of a vocabulary without sorts, argmax pairs and long cumulative sums, which are slow on backends.
 
 Axes: B rows, V vocabulary.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-_BLOCK = 128  # weights that `invert_cumulative` sums before it looks at any of them
+_BLOCK = 128  # tokens of a block in `invert_cumulative`
 
 
 def first(mask: Array) -> Array:
@@ -26,7 +26,7 @@ def keep_highest(probs: Array, enough: Callable[[Array], Array]) -> Array:
     """Keeps the tokens at or above the highest threshold that keeps enough, and renormalises.
 
     The threshold is built bit by bit: floats >= 0 are ordered as their bit patterns are, so 31 passes
-    find it exactly, without the sort of V numbers that accelerators are slow at.
+    find it exactly, without a sort of V numbers, which is slow on accelerators.
 
     Args:
       probs: [..., V].
@@ -47,7 +47,7 @@ def invert_cumulative(weights: Array, uniform: Array) -> Array:
     """The token [B] at which the cumulative sum of weights [B, V] passes uniform [B] times their total.
 
     The sum is inverted over blocks of tokens and then within one, which is cheaper than over all V at once. A token
-    of weight 0 never comes out, however the sums round.
+    of weight 0 is never chosen, however the sums round.
     """
     blocks = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % _BLOCK)))
     blocks = blocks.reshape(weights.shape[0], -1, _BLOCK)  # [B, V / block, block]
@@ -61,8 +61,8 @@ def invert_cumulative(weights: Array, uniform: Array) -> Array:
 def _invert(weights: Array, wanted: Array) -> tuple[Array, Array]:
     """Index [B] of the first weight [B, N] whose cumulative sum exceeds `wanted` [B, 1], and the sum below it."""
     cumulative = jnp.cumsum(weights, axis=-1)
-    likely = weights > 0
+    possible = weights > 0
     index = jnp.arange(weights.shape[1])
-    last = jnp.where(likely, index, 0).max(-1)  # stands in where rounding leaves none above
-    chosen = jnp.minimum(first((cumulative > wanted) & likely), last)
+    last = jnp.where(possible, index, 0).max(-1)  # used where rounding leaves no sum above `wanted`
+    chosen = jnp.minimum(first((cumulative > wanted) & possible), last)
     return chosen, jnp.where(index < chosen[:, None], weights, 0.0).sum(-1)

@@ -1,13 +1,13 @@
-"""Where weights and rows lie over the devices of a mesh; XLA's partitioner does the rest.
+"""Places weights and rows on the devices of a mesh; XLA's partitioner does the rest.
 
     sharding.use_mesh(data=2, model=4)
     target = load_model(folder)  # places its weights by `placer` and `shard`
     inputs = Inputs(sharding.by_row(tokens), sharding.by_row(mask))
 
-`data` splits the rows of a batch, `model` the heads, the feed-forward width and the vocabulary. Keys and values are
-made by head and so their caches lie by head; a layer adds up its parts after each attention and after the
-feed-forward block, and no weight travels. Which axis of a weight that is, the model's `partition_rules` say. A mesh
-of 1 x 1 is one device, and nothing here does anything.
+`data` splits the rows of a batch, `model` the heads, the feed-forward width and the vocabulary. Keys, values and
+their caches are split by head; a layer has one all-reduce after each attention and one after the feed-forward
+block, and weights are never moved. The model's `partition_rules` give the axis on which each weight is split. On a
+mesh of 1 x 1, a single device, these functions do nothing.
 
 Axes: B rows, V vocabulary.
 """
@@ -33,8 +33,8 @@ from spec_jax.runtime import processes
 DATA, MODEL = 'data', 'model'
 P = PartitionSpec
 
-# By the pattern that a parameter's whole path has to match, how it is split: by the first choice that divides, and
-# not at all where none does. The first pattern that matches counts.
+# Pairs of a pattern, which must match a parameter's whole path, and the ways to split it: the first whose axes the
+# mesh divides is used, and none where it divides none. The first pattern that matches is used.
 Rules = Sequence[tuple[str, *tuple[PartitionSpec, ...]]]
 
 
@@ -42,7 +42,7 @@ def mesh_sizes(config: Mapping[str, Any] | None) -> tuple[int, int]:
     """`data` and `model` of a recipe's `mesh` section; 1 and 1 where it has none.
 
     Raises:
-      ValueError: for a size that is no integer from 1 on.
+      ValueError: for a size that is not an integer >= 1.
     """
     sizes = [(config or {}).get(name, 1) for name in (DATA, MODEL)]
     for name, size in zip((DATA, MODEL), sizes, strict=True):
@@ -55,7 +55,7 @@ def use_mesh(data: int = 1, model: int = 1) -> None:
     """From here on weights and rows are placed on a mesh of data x model devices, and programs compiled for it.
 
     Raises:
-      ValueError: there are no such devices.
+      ValueError: the number of devices does not allow such a mesh.
     """
     devices, number = jax.devices(), data * model
     if jax.process_count() > 1:
@@ -80,7 +80,7 @@ def mesh_in_use() -> Mesh | None:
 
 
 def placer(rules: Rules) -> Callable[[tuple, np.ndarray], Array] | None:
-    """A function (path, weight) -> the weight on the mesh, each device and each process taking its part alone.
+    """A function (path, weight) -> the weight on the mesh, each device and process taking only its part.
 
     None where no mesh is in use.
     """
@@ -91,7 +91,7 @@ def placer(rules: Rules) -> Callable[[tuple, np.ndarray], Array] | None:
 
 
 def shard(model: flax.struct.PyTreeNode) -> flax.struct.PyTreeNode:
-    """The model with every weight where its `partition_rules` want it, of whatever it was computed."""
+    """The model with every weight placed by its `partition_rules`."""
     mesh = mesh_in_use()
     if mesh is None:
         return model
@@ -142,7 +142,7 @@ def varying_as(tree: Any, like: Array) -> Any:
 def whole_distributions(x: Array) -> Array:
     """x [..., V], in the program being traced, with all of V on every device that has the row.
 
-    One exchange, where what follows would have one for each of many sums over V.
+    One all-gather, in place of one collective for each of the many sums over V that follow.
     """
     if dict(jax.sharding.get_abstract_mesh().shape).get(MODEL, 1) == 1:
         return x
@@ -168,9 +168,9 @@ def partition_spec(rules: Rules, path: tuple, shape: tuple[int, ...], size: int)
     for spec in specs:
         if all(axis is None or length % size == 0 for axis, length in zip(spec, shape, strict=False)):
             return spec
-    block = '.'.join(step for step in path[:-1] if isinstance(step, str)) or name  # of all layers at once
+    block = '.'.join(step for step in path[:-1] if isinstance(step, str)) or name  # the same for all layers
     length = shape[len(specs[0]) - 1]
-    _warn(f'mesh.model = {size} does not divide {length}: {block} stands whole on every device')
+    _warn(f'mesh.model = {size} does not divide {length}: {block} is whole on every device')
     return P()
 
 
@@ -182,7 +182,7 @@ def _put(array: np.ndarray, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-@functools.cache  # once is enough
+@functools.cache  # each message once
 def _warn(message: str) -> None:
     if processes.is_first():
         print(f'WARNING: {message}', file=sys.stderr)

@@ -1,1 +1,1 @@
-"""Text in and out: files, data sets, tokenizers, batches, and how good an output is."""
+"""Text input and output: files, data sets, tokenizers, batches, and metrics of an output."""

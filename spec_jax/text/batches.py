@@ -2,7 +2,7 @@
 
 Axes: `B` rows of a batch, `S` source tokens.
 
-Lengths are rounded up to a few widths, so that a jitted program is compiled a few times and no more.
+Lengths are rounded up to a few widths, so that a jitted program is compiled only a few times.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 def bucket_lengths(max_length: int, smallest: int = 16) -> list[int]:
     """Widths that lengths are rounded up to: 16, 24, 32, 48, 64, ... and `max_length` last.
 
-    One step between powers of two wastes a third of a row at most and keeps the compilations few.
+    One step between powers of two pads at most a third of a row and keeps the compilations few.
     """
     if max_length < 1 or smallest < 2:
         raise ValueError(f'expected max_length >= 1, smallest >= 2; got {max_length}, {smallest}: raise them')
@@ -53,7 +53,7 @@ def bucket_batches(
       batch_size: rows of every batch.
       max_length: the widest batch.
       smallest: the narrowest batch.
-      pad_id: fills up rows; the model's.
+      pad_id: the model's; fills rows after their end.
 
     Raises:
       ValueError: a sequence is empty or longer than `max_length`, or `batch_size` is below 1.
@@ -70,7 +70,7 @@ def bucket_batches(
 
 def _bucket_batches(sequences, lengths, batch_size, widths, pad_id) -> Iterator[Batch]:
     order = np.argsort(lengths, kind='stable')
-    # The first batch lacks rows where the number does not divide: it is the narrowest.
+    # Where the number does not divide, the first batch, the narrowest, has the filler rows.
     missing = -len(order) % batch_size
     for start in range(-missing, len(order), batch_size):
         chosen = order[max(start, 0) : start + batch_size]

@@ -49,11 +49,11 @@ def read_examples(
     """Reads a file of UTF-8 text, gzipped or not; `-` is the standard input.
 
     Args:
-      path: `.tsv` is source, tab, target (or source alone); `.jsonl` one object a line; anything else one
-        source a line. A further `.gz` is unpacked. Empty lines are kept, as empty sources.
-      format: 'text', 'tsv' or 'jsonl', where the suffix does not say it.
-      source_key: the key of the source in a jsonl object; dots lead inwards, as in 'translation.en'.
-      target_key: the key of the target, as well; an object without it is a source alone.
+      path: `.tsv` is source, tab, target (or source alone); `.jsonl` one object per line; anything else one
+        source per line. A further `.gz` is unpacked. Empty lines are kept, as empty sources.
+      format: 'text', 'tsv' or 'jsonl', in place of the suffix.
+      source_key: the key of the source in a jsonl object; a dot selects a nested key, as in 'translation.en'.
+      target_key: likewise for the target; an object without it is a source alone.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -80,11 +80,11 @@ def add_targets(examples: Sequence[Example], path: str | Path, sources: str | Pa
     Args:
       examples: sources alone.
       path: of the targets.
-      sources: the file that the examples came from, for the error's sake.
+      sources: the file that the examples came from, for error messages.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: `examples` have targets, the files differ in length, or this one is none (`read_examples`).
+      ValueError: `examples` have targets, the files differ in length, or as of `read_examples`.
     """
     if any(example.target is not None for example in examples):
         raise ValueError(
@@ -100,7 +100,7 @@ def add_targets(examples: Sequence[Example], path: str | Path, sources: str | Pa
 
 
 def _read_lines(name: str) -> list[str]:
-    """The lines of a file, split at line feeds alone: `splitlines` would split at U+2028 and its like too."""
+    """The lines of a file, split at line feeds alone: `splitlines` would also split at U+2028 and others."""
     if name == '-':
         raw, name = sys.stdin.buffer.read(), 'standard input'
     elif Path(name).is_dir():
@@ -145,15 +145,15 @@ def _parse_jsonl(line: str, where: str, source_key: str, target_key: str) -> Exa
 
 
 def example_from(record: dict, where: str, source_key: str, target_key: str) -> Example:
-    """The example in an object of keys; a target that is missing or null is none.
+    """The example in a parsed record; a missing or null target gives None.
 
     Args:
       record: of a line or a row, parsed.
-      where: what an error begins with.
+      where: the beginning of an error message.
       source_key, target_key: as for `read_examples`.
 
     Raises:
-      ValueError: it has no source, or one or a target that is not text.
+      ValueError: it has no source, or a source or target that is not text.
     """
     source, target = _look_up(record, source_key), _look_up(record, target_key)
     if source is _MISSING:
@@ -167,7 +167,7 @@ def example_from(record: dict, where: str, source_key: str, target_key: str) -> 
 
 
 def _look_up(record: dict, key: str):
-    """The value of a key, or of 'outer.inner' within; `_MISSING` where there is none."""
+    """The value of a key, or of a nested 'outer.inner'; `_MISSING` where there is none."""
     if key in record:
         return record[key]
     outer, _, inner = key.partition('.')
@@ -194,10 +194,10 @@ def encode_sources(
     """Encodes sources, each ending in EOS; an empty text becomes EOS alone, without the prefix.
 
     Args:
-      tokenizer: a transformers tokenizer, or what acts like one: it has `eos_token_id`, and returns
-        `input_ids` when called with a list of texts.
+      tokenizer: a transformers tokenizer, or any object that has `eos_token_id` and returns `input_ids` when called
+        with a list of texts.
       texts: the sources.
-      prefix: put before each text, as T5 wants it: 'translate English to German: '.
+      prefix: put before each text, as T5 needs it: 'translate English to German: '.
       max_source_length: the most tokens of a source, prefix and EOS included.
       on_long: 'truncate' cuts longer sources and ends them in EOS, 'refuse' raises.
 
@@ -227,7 +227,7 @@ def encode_sources(
 def encode_pairs(
     tokenizer, examples: Sequence[Example], max_source: int, max_target: int, *, prefix: str = ''
 ) -> Pairs:
-    """Encodes training pairs, without those over a limit: half a sentence would teach to stop early.
+    """Encodes training pairs and drops those over a limit: cut sentences would teach the model to stop early.
 
     Args:
       tokenizer: as for `encode_sources`.
@@ -260,6 +260,6 @@ def _encode(tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     if not texts:
         return []
     eos = tokenizer.eos_token_id
-    # verbose=False: transformers would warn of its own length limit, which is not ours.
+    # verbose=False: transformers would warn of its own length limit, which does not apply here.
     encoded = tokenizer(list(texts), verbose=False)['input_ids']
     return [np.array(ids if ids and ids[-1] == eos else [*ids, eos], np.int32) for ids in encoded]

@@ -2,10 +2,10 @@
 
     hf:wmt/wmt14/de-en:test             OWNER/NAME/CONFIG:SPLIT
     hf:abisee/cnn_dailymail/3.0.0:test
-    hf:FOLDER:test                      on this machine: parquet, jsonl or csv files, or what `save_to_disk` left
+    hf:FOLDER:test                      on this machine: parquet, jsonl or csv files, or a folder of `save_to_disk`
 
-What is named by two parts is NAME/CONFIG, for the old names without an owner: wmt14/de-en. Rows are streamed: only
-the files of the split are fetched, no further than `limit` rows need, and nothing is kept.
+A name of two parts is NAME/CONFIG, for the old names without an owner: wmt14/de-en. Rows are streamed: only the
+files of the split are fetched, as far as `limit` rows need, and nothing is cached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from spec_jax.text.data import Example, example_from
 
 PREFIX = 'hf:'
-_OLDEST = 4  # major version: those before it would run a data set's own Python code
+_OLDEST = 4  # major version: older ones execute Python code from the data set
 _FORM = f'{PREFIX}NAME/CONFIG:SPLIT, {PREFIX}OWNER/NAME/CONFIG:SPLIT or {PREFIX}FOLDER:SPLIT'
 
 
@@ -33,13 +33,13 @@ def read_dataset(
 
     Args:
       path: see the module. CONFIG is `default` where the data set has no other.
-      source_key: the column of the sources; dots lead inwards, as in 'translation.en'.
+      source_key: the column of the sources; a dot selects a nested key, as in 'translation.en'.
       target_key: that of the targets; a row without it is a source alone.
       limit: rows to read; None for all.
 
     Raises:
-      ValueError: the path is ill-formed, a row is unfit, there are no rows, or `datasets` is not there or too old.
-      OSError: the data set cannot be had.
+      ValueError: the path or a row is invalid, there are no rows, or `datasets` is missing or too old.
+      OSError: the data set cannot be fetched.
     """
     name, config, split = _parse(path)
     try:
@@ -74,19 +74,19 @@ def _parse(path: str) -> tuple[str, str | None, str]:
 
 
 def _rows(name: str, config: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:
-    # Slow to import, and not everybody has it.
+    # Imported here: slow to import, and optional.
     import datasets
 
     if int(datasets.__version__.partition('.')[0]) < _OLDEST:
         raise ImportError(f'datasets {datasets.__version__}')
     if os.path.isfile(os.path.join(name, 'dataset_dict.json')):  # a DatasetDict of save_to_disk
-        found = datasets.load_from_disk(name)[split]
+        rows = datasets.load_from_disk(name)[split]
     else:
-        found = datasets.load_dataset(name, config, split=split, streaming=True)
-    return list(itertools.islice(found, limit))
+        rows = datasets.load_dataset(name, config, split=split, streaming=True)
+    return list(itertools.islice(rows, limit))
 
 
 def _shortly(error: Exception) -> str:
-    """Its kind and the beginning of what it says."""
+    """The error's type and the first 160 characters of its text."""
     text = ' '.join(str(error).split())
     return f'{type(error).__name__}: {text[:160]}' if text else type(error).__name__

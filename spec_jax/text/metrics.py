@@ -1,4 +1,4 @@
-"""How good outputs are, beside references."""
+"""Metrics of outputs against references."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def check(metric: str) -> None:
 
 
 def quality(metric: str, texts: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
-    """Scores from 0 to 100 of outputs beside references, over the lines that have one; empty where none has.
+    """Scores from 0 to 100 of outputs against references, over the lines that have one; empty where none has.
 
     Args:
       metric: 'bleu' gives `bleu` (sacrebleu's default); 'rouge' gives `rouge1`, `rouge2` and `rougeL`, means over
         the lines of the F measure with stemmed words.
-      texts: outputs by line.
-      examples: the lines.
+      texts: one output per line.
+      examples: the lines, with their references.
     """
     if metric == 'bleu':
         score = bleu(texts, examples)
@@ -53,7 +53,7 @@ def quality(metric: str, texts: Sequence[str], examples: Sequence[Example]) -> d
 
 def _rouge_scorer():
     try:
-        from rouge_score.rouge_scorer import RougeScorer  # a second of imports that BLEU can do without
+        from rouge_score.rouge_scorer import RougeScorer  # takes a second to import; BLEU does not need it
     except ImportError as error:
         raise ValueError(
             'metric: expected the package rouge-score for rouge, found none; pip install rouge-score'

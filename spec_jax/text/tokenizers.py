@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders and hub ids, through transformers; no code from a folder is run."""
+"""Tokenizers of Hugging Face folders and hub ids, through transformers; code in a folder is never executed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import pathlib
 import shutil
 
-TOKENIZER_FILES = ('spiece.model', '*token*.json')  # tokenizer.json, tokenizer_config.json and their like
+TOKENIZER_FILES = ('spiece.model', '*token*.json')  # tokenizer.json, tokenizer_config.json and others
 
 
 def load_tokenizer(source: str | os.PathLike):
@@ -21,11 +21,11 @@ def load_tokenizer(source: str | os.PathLike):
         os.path.isabs(source) or source.startswith('.') or source.count('/') > 1
     ):
         raise FileNotFoundError(f'{source}: expected a folder with a tokenizer; there is no such folder')
-    from transformers import AutoTokenizer  # slow to import; a model alone has no need of it
+    from transformers import AutoTokenizer  # slow to import; loading a model does not need it
 
     try:
         return AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # transformers and tokenizers raise many kinds, with pages of advice
+    except Exception as error:  # transformers and tokenizers raise many kinds, with long messages
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         raise ValueError(
             f'{source}: expected a tokenizer (tokenizer.json or spiece.model); {reason}: '
@@ -39,14 +39,14 @@ def pieces(tokenizer) -> list[str]:
 
 
 def tokenizer_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Those of a folder's files that make up its tokenizer."""
+    """The tokenizer's files in a folder."""
     return sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)})
 
 
 def copy_tokenizer(source: str | os.PathLike, tokenizer, folder: pathlib.Path) -> None:
     """Puts a tokenizer's files into a folder, which is created.
 
-    They are copied where `source` is a folder, since what transformers 5 writes, its version 4 refuses.
+    Where `source` is a folder they are copied, since transformers 4 cannot read what transformers 5 writes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not pathlib.Path(source).expanduser().is_dir():

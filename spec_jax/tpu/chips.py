@@ -1,7 +1,7 @@
-"""TPU chips that programs can be compiled for without having one.
+"""TPU chips that programs can be compiled for without the hardware.
 
-Source of capacities and rates: Google Cloud's TPU documentation. The clock follows from the peak: matrix units
-times their multiply-adds a cycle.
+Source of capacities and rates: Google Cloud's TPU documentation. The clock follows from the peak rate and the
+multiply-adds per cycle of all matrix units.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class Chip:
     """A kind of chip, as one JAX device.
 
     Attributes:
-      name: as TPU users know it.
+      name: its common name.
       hbm: bytes of high-bandwidth memory.
-      bandwidth: of it, bytes/s.
+      bandwidth: of that memory, bytes/s.
       clock: Hz, of the cycles that the compiler estimates.
-      layouts: topology name and chips a host by axis, by number of chips.
-      options: what else `get_topology_desc` wants.
+      layouts: topology name and chips per host by axis, by number of chips.
+      options: further arguments of `get_topology_desc`.
     """
 
     name: str
@@ -66,13 +66,13 @@ def devices(topology: str) -> list:
     Raises:
       OSError: there is no libtpu, or another process has it.
     """
-    from jax.experimental import topologies  # experimental: kept to the one place that needs it
+    from jax.experimental import topologies  # experimental: imported only here
 
     chip, chips = named(topology)
     layout, host = chip.layouts[chips]
     name = f'{topology.partition(":")[0]}:{layout}'
     try:
-        found = topologies.get_topology_desc(
+        description = topologies.get_topology_desc(
             platform='tpu', topology_name=name, chips_per_host_bounds=host, **chip.options
         )
     except Exception as error:  # the plugin raises many kinds
@@ -80,4 +80,4 @@ def devices(topology: str) -> list:
             f'expected libtpu to compile for a {chip.name}, got {" ".join(str(error).split())[:200]}; see that '
             'requirements-tpu-report.txt is installed and that no other process uses libtpu'
         ) from error
-    return list(found.devices[:chips])
+    return list(description.devices[:chips])

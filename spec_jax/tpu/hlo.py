@@ -1,7 +1,7 @@
-"""What an optimized TPU program says of itself: estimated cycles, loops, copies, collectives.
+"""Reads an optimized TPU program: estimated cycles, loops, copies, collectives.
 
-XLA's TPU compiler notes `estimated_cycles` at each operation that it schedules. A computation that a loop runs
-counts as often as its condition says, where that compares a counter with a constant.
+XLA's TPU compiler writes `estimated_cycles` on each operation that it schedules. The body of a loop counts as often
+as the loop runs, where its condition compares a counter with a constant, else once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Operation:
       name: as in the program.
       kind: HLO's opcode.
       shape: of the result, as text.
-      cycles: estimated; 0 where the compiler says nothing.
+      cycles: estimated; 0 where the compiler gives none.
       scope: jax's name stack.
       called: `condition` and `body` of a loop.
     """
@@ -46,12 +46,12 @@ class Operation:
 
     @property
     def bytes(self) -> int:
-        """Of the largest array among the results."""
+        """Size of the largest array among the results."""
         return max((_size(*array[:2]) for array in _ARRAY.findall(self.shape)), default=0)
 
     @property
     def prefetches(self) -> bool:
-        """Whether it brings an array to on-chip memory, or takes one back, while other operations run."""
+        """Whether it copies an array to or from on-chip memory while other operations run."""
         return self.kind == 'copy-start' and bool(_SPACE.search(self.shape.partition('u32[]')[0]))
 
 
@@ -64,7 +64,7 @@ class Program:
     """The computations of an optimized program.
 
     Attributes:
-      entry: name of the one that is run.
+      entry: name of the entry computation.
     """
 
     def __init__(self, text: str):
@@ -78,17 +78,17 @@ class Program:
                 lines.append(line)
 
     def operations(self, computation: str) -> Iterator[Operation]:
-        """Those of a computation, what it calls left out."""
+        """The operations of a computation, without those of computations that it calls."""
         for line in self._lines[computation]:
-            if found := _LINE.match(line):
+            if match := _LINE.match(line):
                 cycles, scope = _CYCLES.search(line), _SCOPE.search(line)
                 yield Operation(
-                    name=found[1],
-                    kind=found[3],
-                    shape=found[2],
+                    name=match[1],
+                    kind=match[3],
+                    shape=match[2],
                     cycles=int(cycles[1]) if cycles else 0,
                     scope=scope[1] if scope else '',
-                    called=dict(_CALLED.findall(line)) if found[3] == 'while' else {},
+                    called=dict(_CALLED.findall(line)) if match[3] == 'while' else {},
                 )
 
     def loops(self, computation: str) -> list[Operation]:
@@ -101,7 +101,7 @@ class Program:
         return int(bounds[0]) if len(bounds) == 1 and 'direction=LT' in condition else None
 
     def cycles(self, computation: str) -> int:
-        """Of one run, the loops in it included; one whose number of runs is not known counts once."""
+        """Cycles of one run, loops included; a loop whose number of runs is unknown counts once."""
         total = sum(one.cycles for one in self.operations(computation))
         return total + sum(
             self.cycles(one.called['body']) * (self.trips(one) or 1) for one in self.loops(computation)
@@ -121,21 +121,21 @@ class Program:
     def copies(self, computation: str, dtype: str, least: int) -> list[Operation]:
         """Copies and transposes of arrays of `dtype`, such as bf16, of `least` bytes and more.
 
-        Loops within are included; what goes to on-chip memory is left out.
+        Loops within are included; copies to and from on-chip memory are left out.
         """
-        found = []
+        large = []
         for one in self.operations(computation):
             copies = one.kind in _COPIES or (one.kind == 'fusion' and re.match('copy|transpose', one.name))
             if copies and dtype in one.shape and one.bytes >= least and not one.prefetches:
-                found.append(one)
-        return found + [
+                large.append(one)
+        return large + [
             copy
             for loop in self.loops(computation)
             for copy in self.copies(loop.called['body'], dtype, least)
         ]
 
     def collectives(self, computation: str) -> dict[str, tuple[int, int]]:
-        """Number and bytes of one run's exchanges between chips, by kind, in loops within too."""
+        """Number and bytes of one run's collectives by kind, loops within included."""
         count: Counter[str] = Counter()
         size: Counter[str] = Counter()
         for one in self.operations(computation):

@@ -1,4 +1,4 @@
-"""Which chip holds which pair: weights and caches by their shapes; no weights are read, no chip is needed."""
+"""Memory of a pair and the chips that it fits on, from shapes alone: no weights are read, no chip is needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HBM = {'v2, a core': 8 * _GIB, 'v3, a core': 16 * _GIB} | {
     name: int(chip.hbm) for name, chip in CHIPS.items()
 }
 HBM = dict(sorted(HBM.items(), key=lambda one: one[1]))
-# Of a device's memory, kept for logits, activations, the program, and what the layout of arrays in tiles adds.
+# Share of a device's memory kept for logits, activations, the program, and the padding of arrays to tiles.
 SPARE = 0.2
 
 
@@ -34,14 +34,14 @@ class Need:
 
     Attributes:
       weights: of both models, laid out for decoding.
-      caches: keys and values of both, of self-attention and of cross-attention, and what goes with them.
+      caches: keys and values of both, of self-attention and of cross-attention, with the rest of the loop's state.
     """
 
     weights: int
     caches: int
 
     def fits(self, hbm: int) -> bool:
-        """Whether a device of so many bytes holds it, with `SPARE` left over."""
+        """Whether it fits on a device of `hbm` bytes, with `SPARE` left over."""
         return self.weights + self.caches <= (1 - SPARE) * hbm
 
 
@@ -55,7 +55,7 @@ def need(
     batch_size: int = 1,
     dtype: str = 'bfloat16',
 ) -> Need:
-    """What a pair needs, of shapes alone.
+    """The memory that a pair needs, from shapes alone.
 
     Args:
       target: its shape.

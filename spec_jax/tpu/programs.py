@@ -1,10 +1,10 @@
-"""The programs of a pair, compiled for a TPU that is not there, from shapes alone.
+"""The programs of a pair, compiled from shapes alone for a TPU that is not attached.
 
-Each is compiled in a process of its own, so that a program on which the compiler hangs can be given up after a
-while. Before JAX is imported, the environment needs JAX_PLATFORMS=cpu, TPU_SKIP_MDS_QUERY=1 (no TPU is looked for)
-and ALLOW_MULTIPLE_LIBTPU_LOAD=1. On several chips the weights are split as `sharding` has it, over `model`.
+Each is compiled in a separate process, so that a program on which the compiler hangs can be abandoned. Before JAX
+is imported, the environment needs JAX_PLATFORMS=cpu, TPU_SKIP_MDS_QUERY=1 (no search for a TPU) and
+ALLOW_MULTIPLE_LIBTPU_LOAD=1. On several chips the weights are split over `model`, as in `sharding`.
 
-Axes: B rows, G draft length, S source length.
+Axes: B rows, G draft depth, S source length.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class Setup:
 
 
 def compile_apart(setup: Setup, name: str, limit: float) -> dict[str, Any]:
-    """Figures of one of `PROGRAMS`, compiled in a process of its own.
+    """Figures of one of `PROGRAMS`, compiled in a separate process.
 
     Args:
-      limit: seconds, after which it is given up.
+      limit: seconds, after which it is abandoned.
 
     Returns:
-      As of `compile_here`; where it was given up or failed, `error` alone.
+      As of `compile_here`; where it was abandoned or failed, `error` alone.
     """
     context = multiprocessing.get_context('spawn')
     ours, theirs = context.Pipe(duplex=False)
@@ -98,7 +98,7 @@ def compile_apart(setup: Setup, name: str, limit: float) -> dict[str, Any]:
 
 
 def _child(pipe, setup: Setup, name: str) -> None:
-    # What libtpu prints of chips that it does not find would stand between our lines.
+    # libtpu prints messages about missing chips between our lines.
     with open(os.devnull, 'w') as nowhere:
         os.dup2(nowhere.fileno(), 2)
     try:
@@ -108,18 +108,18 @@ def _child(pipe, setup: Setup, name: str) -> None:
 
 
 def compile_here(setup: Setup, name: str) -> dict[str, Any]:
-    """Compiles one of `PROGRAMS` and reads what the compiler says of it.
+    """Compiles one of `PROGRAMS` and reads the compiler's estimates.
 
     Returns:
       compile_seconds; memory (bytes of arguments, outputs, those that share memory, temporaries); milliseconds of
-      one run (for `loop` of one round, `prefill_milliseconds` of what is before it); draft_milliseconds of one
+      one run (for `loop` of one round, `prefill_milliseconds` of what precedes it); draft_milliseconds of one
       draft step and scopes of `loop`; copies (number and bytes of large ones in loops); collectives.
     """
     chip, number = chips.named(setup.topology)
     devices = chips.devices(setup.topology)
     with backend.tracing_for('tpu'):
         function, arguments, donated = _BUILDERS[name](setup)
-        with _mesh(devices) as mesh:  # nothing runs within: these devices are none
+        with _mesh(devices) as mesh:  # nothing may run within: these devices do not exist
             arguments = _placed(mesh, devices[0], arguments)
             begin = time.perf_counter()
             compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
@@ -141,7 +141,7 @@ def _mesh(devices):
 
 
 def _placed(mesh, device, arguments):
-    """Shapes with their places: a model's weights by its rules, keys and values by head, all else whole."""
+    """Shapes with their shardings: a model's weights by its rules, keys and values by head, all else whole."""
 
     def place(node):
         rules = getattr(node, 'partition_rules', None)  # None for an array outside any model
@@ -169,8 +169,8 @@ def _read(program: Program, name: str, chip: chips.Chip, dtype: str, smallest: i
     where, figures = program.entry, {}
     if name == 'loop':
         (main,) = program.loops(program.entry)
-        own = sum(one.cycles for one in program.operations(program.entry))
-        figures['prefill_milliseconds'], where = milliseconds(own), main.called['body']
+        prefill = sum(one.cycles for one in program.operations(program.entry))
+        figures['prefill_milliseconds'], where = milliseconds(prefill), main.called['body']
         scopes = program.by_scope(where, SCOPES)
         figures['scopes'] = {scope: milliseconds(cycles) for scope, cycles in scopes.items()}
     figures['milliseconds'] = milliseconds(program.cycles(where))
@@ -188,12 +188,12 @@ def _read(program: Program, name: str, chip: chips.Chip, dtype: str, smallest: i
 
 
 def _memory(compiled) -> dict[str, int]:
-    found = compiled.memory_analysis()
+    memory = compiled.memory_analysis()
     return dict(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes,
-        shared=found.alias_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        shared=memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
     )
 
 
@@ -270,14 +270,14 @@ _BUILDERS = dict(plain_step=_plain_step, target_call=_target_call, draft=_draft,
 
 
 def weight_bytes(shape: ModelShape, dtype: str, devices: int = 1) -> int:
-    """Of all weights, on one of the chips that share them."""
+    """Bytes of all weights on one of the chips that they are split over."""
     return _weights(shape, dtype, devices, lambda path: True)
 
 
 def read_bytes(
     shape: ModelShape, dtype: str, slots: int, source_length: int, batch_size: int = 1, devices: int = 1
 ) -> int:
-    """What a call of the decoder must read on one chip: the weights it multiplies by, and the caches.
+    """Bytes that a call of the decoder must read on one chip: the weights it multiplies by, and the caches.
 
     Arguments are those of `ModelShape.cache_bytes`.
     """

@@ -1,6 +1,6 @@
-"""What a pair would need and cost on TPUs that were compiled for: figures, tables, a plot.
+"""Memory and estimated times of a pair on TPUs that were compiled for: figures, tables, a plot.
 
-Every time in it is the compiler's estimate, none was measured.
+Every time is the compiler's estimate; none was measured.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def figures(setup: Setup, limit: float, progress: Callable[[Iterable], Iterable]
     """
     chip, number = chips.named(setup.topology)
     compiled = {name: programs.compile_apart(setup, name, limit) for name in progress(PROGRAMS)}
-    found = dict(topology=setup.topology, chip=chip.name, chips=number, estimated=LABEL, compiled=compiled)
-    found['hbm'] = _hbm(setup, compiled['loop'])
+    report = dict(topology=setup.topology, chip=chip.name, chips=number, estimated=LABEL, compiled=compiled)
+    report['hbm'] = _hbm(setup, compiled['loop'])
     floors = {name: _read_bytes(setup, name) / chip.bandwidth * 1e3 for name in ('target', 'draft')}
-    found['floor_milliseconds'] = floors
+    report['floor_milliseconds'] = floors
     if any('error' in one for one in compiled.values()):
-        return found
+        return report
     loop, floor = compiled['loop'], floors['target']
     plain, call = (compiled[name]['milliseconds'] for name in ('plain_step', 'target_call'))
     round_milliseconds = loop['milliseconds'] + max(floor - call, 0)
     plain, call = max(plain, floor), max(call, floor)
     outside = sum(loop['scopes'].get(scope, 0) for scope in _OUTSIDE)
-    found |= dict(
+    report |= dict(
         c=compiled['draft'].get('draft_milliseconds', compiled['draft']['milliseconds']) / plain,
         c_in_loop=loop.get('draft_milliseconds', 0.0) / plain,
         cost_of_rows=call / plain,
@@ -60,45 +60,45 @@ def figures(setup: Setup, limit: float, progress: Callable[[Iterable], Iterable]
         copies=loop['copies'],
         collectives=loop['collectives'],
     )
-    found['predicted'] = _predicted(setup, found, outside / plain)
-    return found
+    report['predicted'] = _predicted(setup, report, outside / plain)
+    return report
 
 
 def _read_bytes(setup: Setup, which: str) -> int:
-    """What a call of the target, or a step of the draft, must read on one chip."""
+    """Bytes that a call of the target, or a step of the draft, must read on one chip."""
     number, slots = chips.named(setup.topology)[1], setup.max_new_tokens + setup.gamma + 2
     shape = getattr(setup, which)
     return programs.read_bytes(shape, setup.dtype, slots, setup.source_length, setup.batch_size, number)
 
 
 def _hbm(setup: Setup, loop: Figures) -> Figures:
-    """Bytes on one chip by part; those of the whole loop, as compiled, where it was."""
+    """Bytes on one chip by part; with those of the whole loop where it compiled."""
     chip, number = chips.named(setup.topology)
-    slots, found = setup.max_new_tokens + setup.gamma + 2, dict(capacity=chip.hbm)
+    slots, sizes = setup.max_new_tokens + setup.gamma + 2, dict(capacity=chip.hbm)
     for name in ('target', 'draft'):
         shape = getattr(setup, name)
-        found[f'{name}_weights'] = programs.weight_bytes(shape, setup.dtype, number)
-        found[f'{name}_caches'] = shape.cache_bytes(
+        sizes[f'{name}_weights'] = programs.weight_bytes(shape, setup.dtype, number)
+        sizes[f'{name}_caches'] = shape.cache_bytes(
             setup.dtype, slots, setup.source_length, setup.batch_size, number
         )
     if 'error' not in loop:
         memory = loop['memory']
-        found['total'] = memory['arguments'] + memory['outputs'] - memory['shared'] + memory['temporaries']
-        known = sum(size for name, size in found.items() if name not in ('capacity', 'total'))
-        found['temporaries'] = max(found['total'] - known, 0)
-        found['fits'] = found['total'] <= chip.hbm
-    return found
+        sizes['total'] = memory['arguments'] + memory['outputs'] - memory['shared'] + memory['temporaries']
+        known = sum(size for name, size in sizes.items() if name not in ('capacity', 'total'))
+        sizes['temporaries'] = max(sizes['total'] - known, 0)
+        sizes['fits'] = sizes['total'] <= chip.hbm
+    return sizes
 
 
-def _predicted(setup: Setup, found: Figures, outside: float) -> list[Figures]:
-    """At the paper's alpha and gamma, for the draft's size: Theorem 3.8 with our c, and with a whole round."""
+def _predicted(setup: Setup, report: Figures, outside: float) -> list[Figures]:
+    """Speed-ups at the paper's alpha and gamma for the draft's size: by Theorem 3.8 with our c, and by a round."""
     rows = []
     for task, cells in PAPER.items():
         for (size, temperature), (gamma, alpha, c, expected, measured) in cells.items():
             if size != setup.draft.size:
                 continue
             tokens = float(analysis.expected_tokens(alpha, gamma))
-            cost = gamma * (found['c_in_loop'] or found['c']) + found['cost_of_rows'] + outside
+            cost = gamma * (report['c_in_loop'] or report['c']) + report['cost_of_rows'] + outside
             rows.append(
                 dict(
                     task=task,
@@ -106,7 +106,7 @@ def _predicted(setup: Setup, found: Figures, outside: float) -> list[Figures]:
                     temperature=temperature,
                     gamma=gamma,
                     alpha=alpha,
-                    theorem=float(analysis.walltime_improvement(alpha, gamma, found['c'])),
+                    theorem=float(analysis.walltime_improvement(alpha, gamma, report['c'])),
                     round=tokens / cost,
                     paper_c=c,
                     paper_expected=expected,
@@ -148,11 +148,13 @@ _ROWS: dict[str, Callable[[Figures], Any]] = {
 }
 
 
-def table(found: list[Figures]) -> str:
-    """A column for each topology; what could not be compiled is left empty, and said below."""
-    rows = [(label, *(_cell(one, read) for one in found)) for label, read in _ROWS.items()]
-    text = tabulate(rows, ['', *(one['topology'] for one in found)], tablefmt='github', disable_numparse=True)
-    for one in found:
+def table(reports: list[Figures]) -> str:
+    """A column for each topology; cells of programs that did not compile are empty, with their errors below."""
+    rows = [(label, *(_cell(one, read) for one in reports)) for label, read in _ROWS.items()]
+    text = tabulate(
+        rows, ['', *(one['topology'] for one in reports)], tablefmt='github', disable_numparse=True
+    )
+    for one in reports:
         for name, part in one['compiled'].items():
             if 'error' in part:
                 text += f'\n\n{one["topology"]}, {name}: {part["error"]}'
@@ -167,11 +169,11 @@ def _cell(one: Figures, read: Callable[[Figures], Any]) -> str:
     return value if isinstance(value, str) else f'{value:.0f}' if isinstance(value, int) else f'{value:.3g}'
 
 
-def predicted_table(found: list[Figures]) -> str:
-    """Rows of the paper's Table 2 for this draft, with the speed-up that the estimates lead to on each topology."""
-    with_rows = [one for one in found if one.get('predicted')]
+def predicted_table(reports: list[Figures]) -> str:
+    """Rows of the paper's Table 2 for this draft, with the speed-up from the estimates on each topology."""
+    with_rows = [one for one in reports if one.get('predicted')]
     if not with_rows:
-        known = any('round_milliseconds' in one for one in found)
+        known = any('round_milliseconds' in one for one in reports)
         return (
             'The paper has no row for a draft of this size.' if known else 'Not all programs were compiled.'
         )
@@ -194,7 +196,7 @@ def predicted_table(found: list[Figures]) -> str:
     return tabulate(lines, headers, tablefmt='github', disable_numparse=True)
 
 
-def markdown(found: list[Figures], title: str) -> str:
+def markdown(reports: list[Figures], title: str) -> str:
     """The whole report."""
     return f"""# {title}
 
@@ -203,29 +205,29 @@ what must be read (weights that are multiplied by, and caches) at the bandwidth 
 estimate for exchanges between chips: they are counted, and their time is in none of the figures. An estimate below
 the floor leaves out the wait for weights that are fetched ahead; ratios and speed-ups then take the floor.
 
-{table(found)}
+{table(reports)}
 
 ## At the paper's α and γ
 
-{predicted_table(found)}
+{predicted_table(reports)}
 
-"Thm 3.8" takes c alone; "whole round" takes the draft step as it is within the loop, the cost of γ+1 rows, and what
-is neither model. Both are over a plain step made with the same care (two rows at batch size 1).
+"Thm 3.8" uses c alone; "whole round" uses the draft step as it is within the loop, the cost of γ+1 rows, and the
+time in neither model. Both are relative to a plain step with the same optimizations (two rows at batch size 1).
 """
 
 
-def plot(found: list[Figures]) -> Figure:
+def plot(reports: list[Figures]) -> Figure:
     """Memory by part, and times beside their floors, for each topology."""
     figure = Figure(figsize=(11, 4.5), layout='constrained')
     left, right = figure.subplots(1, 2)
-    names = [one['topology'] for one in found]
+    names = [one['topology'] for one in reports]
     parts = ('target_weights', 'draft_weights', 'target_caches', 'draft_caches', 'temporaries')
-    base = [0.0] * len(found)
+    base = [0.0] * len(reports)
     for part in parts:
-        sizes = [one['hbm'].get(part, 0) / _GIB for one in found]
+        sizes = [one['hbm'].get(part, 0) / _GIB for one in reports]
         left.bar(names, sizes, bottom=base, label=part.replace('_', ' '))
         base = [low + size for low, size in zip(base, sizes, strict=True)]
-    for place, one in enumerate(found):
+    for place, one in enumerate(reports):
         left.hlines(
             one['hbm']['capacity'] / _GIB,
             place - 0.4,
@@ -239,12 +241,12 @@ def plot(found: list[Figures]) -> Figure:
 
     shown = ('plain step', 'plain_step'), ('target call', 'target_call'), ('round', 'loop')
     for number, (label, name) in enumerate(shown):
-        times = [one['compiled'][name].get('milliseconds', 0) for one in found]
-        right.bar([place + 0.25 * (number - 1) for place in range(len(found))], times, 0.22, label=label)
-    for place, one in enumerate(found):
+        times = [one['compiled'][name].get('milliseconds', 0) for one in reports]
+        right.bar([place + 0.25 * (number - 1) for place in range(len(reports))], times, 0.22, label=label)
+    for place, one in enumerate(reports):
         floor = one['floor_milliseconds']['target']
         right.hlines(floor, place - 0.4, place + 0.4, 'black', label=None if place else 'floor of a call')
-    right.set(xticks=range(len(found)), ylabel='ms', title=LABEL)
+    right.set(xticks=range(len(reports)), ylabel='ms', title=LABEL)
     right.set_xticklabels(names)
     right.set_ylim(0, 1.35 * right.get_ylim()[1])
     right.legend(fontsize=8, ncols=2, loc='upper center')

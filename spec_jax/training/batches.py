@@ -2,7 +2,7 @@
 
 Axes: `B` rows of a batch, `S` source tokens, `T` target tokens, `E` edges of widths.
 
-Widths are chosen so that a program is compiled a few times and no more, and as few tokens as can be are padding.
+Widths are chosen so that a program is compiled only a few times and as few tokens as possible are padding.
 """
 
 from collections.abc import Iterator
@@ -38,13 +38,13 @@ class Bucket(NamedTuple):
 
 
 def training_widths(lengths: np.ndarray, num_widths: int = 8) -> list[int]:
-    """The widths, multiples of 4, that pad these lengths least, by dynamic programming; at most `num_widths`.
+    """The widths, multiples of 4, with the least padding, by dynamic programming; at most `num_widths`.
 
     Most sentences are short and a few are long: of everyday sentences mixed with manuals, 41% of the tokens
     are padding with the widths 16, 24, 32, 48, ... and 24% with these.
     """
     edges = np.arange(0, max(lengths) + 4, 4)  # [E]
-    # tokens[i, j] is what a bucket of width edges[j] costs when the next narrower one is edges[i].
+    # tokens[i, j]: tokens, padding included, of a bucket of width edges[j] when the next narrower is edges[i].
     fitting = np.searchsorted(np.sort(lengths), edges, side='right')
     tokens = (fitting[None, :] - fitting[:, None]) * edges.astype(float)  # [E, E]
     tokens[np.tril_indices(len(edges), -1)] = np.inf
@@ -75,7 +75,7 @@ def training_buckets(pairs: Pairs, tokens_per_batch: int, num_widths: int = 8) -
 
 
 def steps_per_epoch(pairs: Pairs, tokens_per_batch: int, num_widths: int = 8) -> int:
-    """Number of batches in which `training_batches` shows every pair once."""
+    """Number of batches of `training_batches` in an epoch."""
     return sum(bucket.num_batches for bucket in training_buckets(pairs, tokens_per_batch, num_widths))
 
 
@@ -90,18 +90,18 @@ def training_batches(
     num_epochs: int | None = None,
     num_widths: int = 8,
 ) -> Iterator[TrainingBatch]:
-    """Batches for teacher forcing, every pair once an epoch, in an order given by (seed, epoch).
+    """Batches for teacher forcing, every pair once per epoch, in an order given by (seed, epoch).
 
-    Started at step N, it goes on as an uninterrupted run would from its batch N.
+    Started at step N, it continues as an uninterrupted run would from its batch N.
 
     Args:
       pairs: from `encode_pairs`.
-      tokens_per_batch: rows times width of a batch, source and target each; a batch has one row at least.
-      seed: chooses the order.
-      pad_id: fills up rows; the model's.
-      start_id: the model's, before the labels as the decoder's input.
-      start_step: batches of the whole run to leave out; they cost nothing.
-      num_epochs: epochs of the whole run; None goes on for ever.
+      tokens_per_batch: rows times width of a batch, source and target each; a batch has at least one row.
+      seed: of the order.
+      pad_id: the model's; fills rows after their end.
+      start_id: the model's; precedes the labels in the decoder's input.
+      start_step: batches at the beginning to skip, without building them.
+      num_epochs: epochs of the whole run; None for no end.
       num_widths: the most shapes [B, width] that a program is compiled for.
 
     Raises:
@@ -123,7 +123,7 @@ def _training_batches(pairs, buckets, seed, start_step, num_epochs, ids) -> Iter
 
 
 def _shuffled_epoch(buckets: list[Bucket], seed: int, epoch: int) -> list[tuple[Bucket, np.ndarray]]:
-    """The batches of one epoch, in order. Those of a bucket are equally full: none holds a mere handful."""
+    """The batches of one epoch, in order. Those of a bucket have equally many rows, to within one."""
     random = np.random.default_rng((seed, epoch))
     batches = []
     for bucket in buckets:
@@ -135,7 +135,7 @@ def _shuffled_epoch(buckets: list[Bucket], seed: int, epoch: int) -> list[tuple[
 def _training_batch(
     pairs: Pairs, rows: np.ndarray, bucket: Bucket, *, pad_id: int, start_id: int
 ) -> TrainingBatch:
-    filler = pairs.sources[rows[0]][-1:]  # EOS alone: attention to nothing at all is NaN
+    filler = pairs.sources[rows[0]][-1:]  # EOS alone: with no token to attend to, attention is NaN
     shape = bucket.batch_size, bucket.width
     sources, targets = ([side[row] for row in rows] for side in (pairs.sources, pairs.targets))
     source, source_mask = pad_rows(sources, *shape, filler=filler, pad_id=pad_id)

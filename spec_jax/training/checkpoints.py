@@ -1,7 +1,7 @@
 """Training checkpoints through Orbax.
 
 A checkpoint is the list of the leaves of a pytree, in `jax.tree` order: it does not depend on the names of
-classes. Model folders for others to load are `models/t5_weights.py`'s affair.
+classes. Model folders are written by `models/t5_weights.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from spec_jax.models.zarr_folder import shortly
 
 
 def open_manager(directory: str | os.PathLike, keep: int = 2) -> ocp.CheckpointManager:
-    """A manager of the numbered checkpoints in `directory`, which is created; the last `keep` stay.
+    """A manager of the numbered checkpoints in `directory`, which is created; the last `keep` are kept.
 
-    It saves at once and not in the background, so that a full disk is an error of the step that met it.
+    It saves synchronously, so that a full disk raises an error in the step that saves.
 
     Raises:
       OSError: the folder cannot be written.
@@ -35,7 +35,7 @@ def open_manager(directory: str | os.PathLike, keep: int = 2) -> ocp.CheckpointM
 
 
 def open_to_read(directory: str | os.PathLike) -> ocp.CheckpointManager:
-    """A manager that changes nothing, even while another process writes there.
+    """A read-only manager, for use even while another process writes there.
 
     Raises:
       FileNotFoundError: there is no such folder.
@@ -47,10 +47,10 @@ def open_to_read(directory: str | os.PathLike) -> ocp.CheckpointManager:
 
 
 def save(manager: ocp.CheckpointManager, step: int, state: Any) -> None:
-    """Saves a pytree under `step`, where there is no checkpoint of that number yet.
+    """Saves a pytree under `step`, unless there is a checkpoint of that number.
 
-    Orbax renames a finished checkpoint into place, so half a one never counts, and the older ones stay
-    until it is there.
+    Orbax renames a finished checkpoint into place, so an incomplete one is never read, and older ones stay until
+    then.
 
     Raises:
       OSError: it could not be written.
@@ -60,9 +60,8 @@ def save(manager: ocp.CheckpointManager, step: int, state: Any) -> None:
     try:
         manager.save(step, args=ocp.args.StandardSave(jax.tree.leaves(state)))
     except Exception as error:  # Orbax and TensorStore raise many kinds
-        _remove_unfinished(
-            pathlib.Path(manager.directory)
-        )  # what is still being written goes at the next start
+        # Files that are still being written are removed at the next start.
+        _remove_unfinished(pathlib.Path(manager.directory))
         raise OSError(
             f'{manager.directory}: expected to save step {step}, got {shortly(error)}; '
             'make room or choose another --workdir, then start again: older checkpoints are intact'
@@ -85,12 +84,12 @@ def restore_latest(manager: ocp.CheckpointManager, like: Any) -> Any:
     leaves, treedef = jax.tree.flatten(like)
     try:
         stored = manager.item_metadata(step)
-        came = [(tuple(leaf.shape), leaf.dtype) for leaf in stored]
+        actual = [(tuple(leaf.shape), leaf.dtype) for leaf in stored]
     except Exception as error:  # Orbax raises many kinds
         raise ValueError(_damaged(where, error)) from error
     expected = [(leaf.shape, leaf.dtype) for leaf in leaves]
-    if came != expected:
-        raise ValueError(f'{where}: {_difference(like, expected, came)}')
+    if actual != expected:
+        raise ValueError(f'{where}: {_difference(like, expected, actual)}')
     first_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first_device)
@@ -104,7 +103,7 @@ def restore_latest(manager: ocp.CheckpointManager, like: Any) -> Any:
 
 
 def _manager(path: pathlib.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
-    # Named here, the handler can tell what a checkpoint holds before it is restored.
+    # With the handler given here, a checkpoint's metadata can be read before it is restored.
     return ocp.CheckpointManager(path, options=options, item_handlers=ocp.StandardCheckpointHandler())
 
 
@@ -113,15 +112,15 @@ def _remove_unfinished(directory: pathlib.Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _difference(like: Any, expected: list, came: list) -> str:
-    """The first leaf in which a checkpoint differs from what the configuration makes."""
+def _difference(like: Any, expected: list, actual: list) -> str:
+    """The first leaf in which a checkpoint differs from the state of the configuration."""
     advice = 'use the old configuration and tokenizer, or another --workdir'
-    if len(came) != len(expected):
-        return f'expected {len(expected)} arrays of this configuration, got {len(came)}; {advice}'
+    if len(actual) != len(expected):
+        return f'expected {len(expected)} arrays of this configuration, got {len(actual)}; {advice}'
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)]
-    n = next(n for n in range(len(came)) if came[n] != expected[n])
-    (shape, dtype), (came_shape, came_dtype) = expected[n], came[n]
-    return f'expected {names[n]} as {dtype}{list(shape)}, got {came_dtype}{list(came_shape)}; {advice}'
+    n = next(n for n in range(len(actual)) if actual[n] != expected[n])
+    (shape, dtype), (actual_shape, actual_dtype) = expected[n], actual[n]
+    return f'expected {names[n]} as {dtype}{list(shape)}, got {actual_dtype}{list(actual_shape)}; {advice}'
 
 
 def _damaged(where: str, error: Exception) -> str:

@@ -2,7 +2,7 @@
 
     sources.tsv  --distill-->  WORKDIR/distilled.jsonl, a journal  --write_pairs-->  WORKDIR/distilled.tsv
 
-The journal is written batch by batch. Started again, a run keeps its whole lines and goes on behind them.
+The journal is written batch by batch. A run that is started again keeps its complete lines and continues there.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def distill(
     seed: int = 0,
     stop: Callable[[], bool] = evaluation.never,
 ) -> dict:
-    """Translates sources with the target and writes `workdir/distilled.tsv`, source and output a line.
+    """Translates sources with the target and writes `workdir/distilled.tsv`, one source and output per line.
 
-    Sources that are too long, outputs that no EOS ends (or that are empty) are left out and counted.
+    Sources that are too long, and outputs that are empty or have no EOS, are left out and counted.
 
     Args:
       sources: texts.
@@ -59,7 +59,7 @@ def distill(
       max_source_length: most tokens of a source.
       temperature: 0 is greedy; a target that will be sampled from may be distilled at its temperature.
       seed: of the sampling.
-      stop: asked between batches; once it says so, the journal stays and the tsv is not written.
+      stop: called between batches; once it is True, the journal stays and the tsv is not written.
 
     Returns:
       Counts: sources, too_long, translated, unfinished, empty, pairs, tokens; and tsv, the file's path, None
@@ -70,7 +70,7 @@ def distill(
       ValueError: the folder has another run's journal.
     """
     workdir = make_workdir(workdir)
-    # One token more than the limit tells a source that is too long from one that just fits.
+    # One token more than the limit distinguishes a source that is too long from one that just fits.
     sequences, _ = data.encode_sources(
         tokenizer, sources, prefix=prefix, max_source_length=max_source_length + 1
     )
@@ -93,7 +93,7 @@ def distill(
 
 def _fill(journal, target, tokenizer, batches, rows, sampling, key, bar, stop) -> None:
     """Translates what the journal lacks. Rows of a batch count within `rows`."""
-    # Longest first: memory runs out at once or never, and the time that is left is not flattered.
+    # Longest first: memory runs out at once or never, and the estimate of the time left is not too low.
     for batch in reversed(batches):
         batch_rows = [rows[n] for n in batch.rows[: batch.num_real]]
         if journal.records.keys() >= set(batch_rows):
@@ -117,7 +117,7 @@ def _translations(journal: Journal) -> dict[int, evaluation.Translation]:
 def write_pairs(
     tsv: pathlib.Path | None, sources: Sequence[str], translations: dict[int, evaluation.Translation]
 ) -> dict:
-    """Counts the pairs that are fit for training; where `tsv` is a path, writes them as the sources stand."""
+    """Counts the pairs that are fit for training; where `tsv` is a path, writes them in the sources' order."""
     fit = {row: one for row, one in sorted(translations.items()) if one.ended and one.text.strip()}
     if tsv is not None:
         lines = [f'{_one_line(sources[row])}\t{_one_line(one.text)}\n' for row, one in fit.items()]
@@ -133,11 +133,11 @@ def write_pairs(
 
 
 def _one_line(text: str) -> str:
-    """A tab or a line's end within a text would make two of it."""
+    """The text without tabs and line feeds, which would split it."""
     return ' '.join(text.split())
 
 
 def _fingerprint(target: T5) -> int:
-    """Tells one set of weights from another by a few numbers of each array."""
+    """CRC-32 of the first 64 numbers of each array of weights."""
     head = [np.asarray(leaf.ravel()[:64], np.float32).tobytes() for leaf in jax.tree.leaves(target.params)]
     return zlib.crc32(b''.join(head))

@@ -1,4 +1,4 @@
-"""What a model in training is worth: its loss on text it has not seen, and BLEU of its translations.
+"""Validation of a model in training: its loss on held-out text, and BLEU of its translations.
 
 Axes: B rows, S source length.
 """
@@ -29,7 +29,7 @@ _evaluate_batch = jax.jit(batch_loss)
 
 
 def never() -> bool:
-    """The answer of a run that nobody stops."""
+    """The `stop` of a run that is not stopped."""
     return False
 
 
@@ -76,7 +76,7 @@ class Validation:
         return bool(self.pairs) and step > 0 and on_time
 
     def __call__(self, model: T5, stop: Callable[[], bool] = never) -> dict | None:
-        """{file: {'loss': nats a label, 'bleu': 0 .. 100}}; None where `stop` cut it short."""
+        """{file: {'loss': nats per label, 'bleu': 0 .. 100}}; None where `stop` ended it early."""
         scores = {}
         for name, pairs in self.pairs.items():
             batches = training_batches(
@@ -104,7 +104,7 @@ class Validation:
 
 
 def describe_scores(step: int, scores: dict) -> str:
-    """A line for people."""
+    """The scores on one line, for the screen."""
     parts = [
         f'{pathlib.Path(name).stem} ' + ' '.join(f'{kind} {value:.3f}' for kind, value in values.items())
         for name, values in scores.items()
@@ -116,7 +116,7 @@ def read_pairs(config: ConfigDict, tokenizer, names: Sequence[str]) -> data.Pair
     """The encoded pairs of some files, one after the other.
 
     Raises:
-      FileNotFoundError, ValueError: a file is missing, empty, or has a line that is no pair.
+      FileNotFoundError, ValueError: a file is missing, empty, or has a line that is not a pair.
     """
     limits = config.data.max_source_length, config.data.max_target_length
     parts = []
@@ -137,7 +137,7 @@ def read_pairs(config: ConfigDict, tokenizer, names: Sequence[str]) -> data.Pair
 def validation_loss(
     model: T5, batches: Iterable[TrainingBatch], stop: Callable[[], bool] = never
 ) -> float | None:
-    """Mean cross-entropy per label in nats, without dropout; None where `stop` cut it short."""
+    """Mean cross-entropy per label in nats, without dropout; None where `stop` ended it early."""
     total = count = 0.0
     for batch in batches:
         if stop():
@@ -148,7 +148,7 @@ def validation_loss(
 
 
 def length_limit(source_length: int) -> int:
-    """The most tokens of a translation, EOS included: of a source of this length, more is babble."""
+    """The most tokens of a translation, EOS included, for a source of this length; longer output is degenerate."""
     return 2 * source_length + 8
 
 
@@ -156,9 +156,9 @@ def translate(model: T5, tokenizer, batch: Batch, sampling: SamplingConfig, key)
     """Decodes a batch plainly, up to `length_limit` of its width.
 
     Args:
-      batch: B rows, of which the first `num_real` count.
+      batch: B rows, of which the first `num_real` are real.
       sampling: how logits become a distribution; the vocabulary is cut to the tokenizer's.
-      key: of the run; a row's own is folded from its number.
+      key: of the run; a row's key is folded from it and the row's number.
 
     Returns:
       One translation for each real row, in the order of `batch.rows`.
@@ -204,7 +204,7 @@ def bleu(
     max_source_length: int,
     stop: Callable[[], bool] = never,
 ) -> float | None:
-    """sacrebleu's corpus BLEU of greedy translations, one reference each; None where `stop` cut it short."""
+    """sacrebleu's corpus BLEU of greedy translations, one reference each; None where `stop` ended it early."""
     sources = [example.source for example in examples]
     sequences, _ = data.encode_sources(tokenizer, sources, prefix=prefix, max_source_length=max_source_length)
     translated = dict(

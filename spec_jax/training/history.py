@@ -1,4 +1,4 @@
-"""report.json of a training run: what it was, and its losses from the first step to the last."""
+"""report.json of a training run: its settings, and its losses from the first step to the last."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from spec_jax.text.data import Pairs
 
 
 class History:
-    """Kept over restarts; rows behind the checkpoint that a run goes on from are dropped, as it redoes them.
+    """Kept over restarts; rows after the checkpoint that a run resumes from are dropped, since it repeats them.
 
     The file's keys:
 
         step, steps           steps taken, steps of the whole run
         seconds               of all starts together
-        train                 rows of step, steps (how many this row is the mean of), loss (nats a label)
-        valid                 rows of step, and loss and (where asked for) bleu by validation file
+        train                 rows of step, steps (how many this row is the mean of), loss (nats per label)
+        valid                 rows of step, and loss and (where configured) bleu by validation file
         parameters, pairs, pairs_left_out, device, dtype, config
     """
 
@@ -37,7 +37,7 @@ class History:
         """The report as it was at `step`, or an empty one.
 
         Raises:
-          ValueError: the file is no report.
+          ValueError: the file is not a report.
         """
         content = {'train': [], 'valid': []}
         if path.exists():
@@ -50,7 +50,7 @@ class History:
         return cls(path, content | {'step': step})
 
     def describe(self, config: ConfigDict, model: T5, pairs: Pairs) -> None:
-        """Notes what is trained on what."""
+        """Records the model, the data and the configuration."""
         self.content |= dict(
             steps=config.steps,
             parameters=sum(leaf.size for leaf in jax.tree.leaves(model.params)),
@@ -65,7 +65,7 @@ class History:
         """Adds a row for the steps that end with `step`; returns their mean loss.
 
         Raises:
-          FloatingPointError: it is no number.
+          FloatingPointError: it is not finite.
         """
         mean = float(np.mean(jax.device_get(losses), dtype=np.float64))
         if not math.isfinite(mean):

@@ -24,12 +24,12 @@ from spec_jax.training.evaluation import Validation, describe_scores, never, rea
 from spec_jax.training.history import History
 from spec_jax.training.recipe import check_recipe, files, model_config
 
-LOG_EVERY = 50  # most steps that one line of the history stands for
+LOG_EVERY = 50  # most steps in one row of the history
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a configuration makes, short of reading any text.
+    """The objects of a configuration, before any text is read.
 
     Attributes:
       tokenizer: transformers'.
@@ -48,7 +48,7 @@ class Setup:
         check_recipe(config)
         source = config.tokenizer or config.distill_from
         tokenizer = load_tokenizer(source)
-        model_config(config, len(tokenizer))  # sees that there can be such a model
+        model_config(config, len(tokenizer))  # raises for an invalid model
         schedule = train.learning_rate(
             config.peak_learning_rate, config.steps, config.warmup_steps, config.decay_fraction
         )
@@ -69,13 +69,13 @@ class Setup:
 def train_model(config: ConfigDict, workdir: pathlib.Path, stop: Callable[[], bool] = never) -> int:
     """Trains, from the newest checkpoint in `workdir` where there is one, and exports the model at the end.
 
-    Leaves checkpoints/, report.json and export/ in `workdir`. However often it is stopped and started, the
-    checkpoints are, bit for bit, those of a run that was not.
+    Writes checkpoints/, report.json and export/ in `workdir`. However often it is stopped and started, the
+    checkpoints are bit for bit those of an uninterrupted run.
 
     Args:
       config: as `recipe.py` describes it.
       workdir: created.
-      stop: asked after each step; when it says so, the run saves a checkpoint and returns.
+      stop: called after each step; when it is True, the run saves a checkpoint and returns.
 
     Returns:
       The number of steps taken, fewer than `config.steps` where it was stopped.
@@ -84,7 +84,7 @@ def train_model(config: ConfigDict, workdir: pathlib.Path, stop: Callable[[], bo
       FileNotFoundError: something that the configuration names is missing.
       OSError: the workdir cannot be written.
       ValueError: the configuration has a bad value, or the checkpoint is damaged or another model's.
-      FloatingPointError: the loss is no number any more.
+      FloatingPointError: the loss is no longer finite.
     """
     setup = Setup.create(config)
     make_workdir(workdir)
@@ -108,7 +108,7 @@ def train_model(config: ConfigDict, workdir: pathlib.Path, stop: Callable[[], bo
 
 
 def export_latest(config: ConfigDict, workdir: pathlib.Path) -> pathlib.Path:
-    """Exports the newest checkpoint in `workdir`, where a run may be going on. Errors as of `train_model`."""
+    """Exports the newest checkpoint in `workdir`, even while a run is in progress. Errors as of `train_model`."""
     setup = Setup.create(config)
     with contextlib.closing(checkpoints.open_to_read(workdir / 'checkpoints')) as manager:
         state = setup.newest_state(manager)
@@ -126,7 +126,7 @@ def export(config: ConfigDict, setup: Setup, model: T5, workdir: pathlib.Path) -
 
 
 def _make_update(config: ConfigDict, setup: Setup) -> Callable:
-    """(state, batch) -> (state, loss): the train step with all that stays the same from step to step."""
+    """(state, batch) -> (state, loss): the train step with all arguments that are the same in every step."""
     vocab_size = model_config(config, len(setup.tokenizer)).vocab_size
     teacher = load_t5(config.distill_from, config.dtype) if config.distill_from else None
     if teacher is not None and teacher.spec.vocab_size != vocab_size:
@@ -153,7 +153,7 @@ def _make_update(config: ConfigDict, setup: Setup) -> Callable:
 def _run(config, state, batches, update, validation, history, save, stop) -> train.TrainState:
     """Takes steps until the last one or `stop`.
 
-    A validation comes behind the checkpoint of its step: cut short, it is made up for by the next start.
+    A validation comes after the checkpoint of its step: if it is interrupted, the next start repeats it.
     """
     step, losses, stopping = int(state.step), [], False
     with tqdm(initial=step, total=config.steps, unit='step', mininterval=0.5, smoothing=0.05) as bar:
@@ -178,6 +178,6 @@ def _run(config, state, batches, update, validation, history, save, stop) -> tra
                 bar.set_postfix(loss=f'{history.add_losses(step, losses):.3f}')
                 losses = []
             if saving:
-                history.write()  # first: rows behind the checkpoint are dropped, missing ones stay missing
+                history.write()  # before the checkpoint: rows after one are dropped, missing rows are lost
                 save(step, state)
     return state

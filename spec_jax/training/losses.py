@@ -41,8 +41,8 @@ def distillation(
 ) -> tuple[Array, Array]:
     """Word-level distillation (Kim and Rush 2016): cross-entropy under the teacher's distribution and the label.
 
-    With weight 1 it is KL(teacher, student) plus the teacher's entropy, which no student can change. Teacher and
-    label are mixed into one goal first, which takes fewer passes over the vocabulary than two losses.
+    With weight 1 it is KL(teacher, student) plus the teacher's entropy, which does not depend on the student.
+    Teacher and label are mixed into one distribution first: fewer passes over the vocabulary than two losses.
 
     Args:
       logits: [B, T, V] float32.
@@ -59,7 +59,7 @@ def distillation(
     label = (
         jnp.where(jnp.arange(vocab_size) == labels[..., None], 1 - smoothing, 0.0) + smoothing / vocab_size
     )
-    goal = weight * jax.nn.softmax(teacher_logits, axis=-1) + (1 - weight) * label
-    loss = jax.nn.logsumexp(logits, axis=-1) - (lax.stop_gradient(goal) * logits).sum(-1)
+    mixture = weight * jax.nn.softmax(teacher_logits, axis=-1) + (1 - weight) * label
+    loss = jax.nn.logsumexp(logits, axis=-1) - (lax.stop_gradient(mixture) * logits).sum(-1)
     weight = mask.astype(jnp.float32)
     return (loss * weight).sum(), weight.sum()

@@ -1,17 +1,17 @@
 """Counts the n-grams of texts, for `drafters.ngram`: a recipe of `scripts/train.py`.
 
-The texts are what the target should say: the right-hand column of pairs, which in scripts/distill.py's output
-is what it did say. Each is its pieces and EOS, after as many start tokens as the longest context has places. The
-start token is the tokenizer's padding, as T5's is.
+The texts are like the target's output: the right-hand column of pairs, which in the file of scripts/distill.py is
+its output. Each text is its pieces and EOS, after as many start tokens as the longest context has places. The start
+token is the tokenizer's padding token, as T5's is.
 The keys of a configuration:
 
 recipe                 'ngram'
 tokenizer              folder or hub id, the target's
-data.train             files, separated by commas: pairs, of which the target side counts, or one text a line
+data.train             files, separated by commas: pairs, of which the target side counts, or one text per line
 data.valid             such files, or none, whose cross-entropy is measured
 order                  tokens of the longest n-gram; one file serves this and every lower order
-min_counts             by order, how often an n-gram has to come to be kept
-max_successors         K, the most successors that a context keeps, the commonest of them
+min_counts             by order, how often an n-gram must occur to be kept
+max_successors         K, the most successors that a context keeps, the most frequent first
 
 Axes: N tokens of all texts, V vocabulary, C contexts, E successors of all contexts.
 """
@@ -41,15 +41,15 @@ from spec_jax.text.tokenizers import load_tokenizer, pieces
 from spec_jax.training.recipe import files
 
 _KEYS = {'recipe', 'tokenizer', 'data', 'order', 'min_counts', 'max_successors'}
-_TEXTS = 4096  # encoded at a time, between two movements of the progress bar
+_TEXTS = 4096  # encoded at a time, between two updates of the progress bar
 _SCORED = 2**16  # tokens scored at a time
 
 
 def train_ngram(config: ConfigDict, workdir: pathlib.Path) -> dict:
-    """Counts, measures, and leaves export/ (ngram.npz, config.json) and report.json in `workdir`.
+    """Counts, measures, and writes export/ (ngram.npz, config.json) and report.json in `workdir`.
 
     Returns:
-      The report: texts, tokens, and by order contexts, successors and cross_entropy (nats a token, by file).
+      The report: texts, tokens, and by order contexts, successors and cross_entropy (nats per token, by file).
 
     Raises:
       FileNotFoundError: something that the configuration names is missing.
@@ -126,10 +126,10 @@ def count_ngrams(
     """Counts what follows every context of 0 to `order` - 1 tokens.
 
     Args:
-      texts: token ids of each, EOS last where it is to be foretold too.
+      texts: token ids of each, EOS last where it is to be predicted too.
       order: tokens of the longest n-gram.
       vocab_size: V, pieces of the tokenizer.
-      min_counts: by order, how often an n-gram has to come to be kept.
+      min_counts: by order, how often an n-gram must occur to be kept.
       max_successors: K, the most that a context of one token or more keeps; of equals, the smaller ids.
       fingerprint: of the pieces.
       start_id: put before each text.
@@ -154,8 +154,8 @@ def count_ngrams(
         grams = context * vocab_size + tokens
         limit = max_successors if k else vocab_size
         levels.append(_count_level(grams[counted], contexts, vocab_size, min_counts[k], limit))
-        # The next level's contexts are this level's n-grams, one place further on. Those that reach over the
-        # start tokens into the text before get a number too, and are never counted.
+        # The next level's contexts are this level's n-grams, one place further on. Those that span the start tokens
+        # and the text before get a number too, and are never counted.
         kinds, number = np.unique(grams, return_inverse=True)
         contexts = np.concatenate([contexts[kinds // vocab_size], kinds[:, None] % vocab_size], axis=1)
         context = np.roll(number, 1)
@@ -169,7 +169,7 @@ def _count_level(grams, contexts, vocab_size, min_count, max_successors) -> Leve
         kinds // vocab_size, return_index=True, return_inverse=True, return_counts=True
     )
     denominators = np.bincount(row, counts).astype(np.int64) + num_kinds
-    order = np.lexsort((kinds, -counts, row))  # the commonest first within a context
+    order = np.lexsort((kinds, -counts, row))  # the most frequent first within a context
     rank = np.arange(len(kinds)) - first[row]
     kept = order[(counts[order] >= min_count) & (rank < max_successors)]
     lengths = np.bincount(row[kept], minlength=len(numbers))
@@ -182,7 +182,7 @@ def _count_level(grams, contexts, vocab_size, min_count, max_successors) -> Leve
 
 
 def cross_entropy(drafter: NgramDrafter, texts: Sequence[np.ndarray], start_id: int = 0) -> float:
-    """Nats a token of texts, EOS included, under the q of `make_drafter`'s draft."""
+    """Nats per token of texts, EOS included, under the q of a drafter of `make_drafter`."""
     places = drafter.order - 1
     contexts = [
         np.lib.stride_tricks.sliding_window_view(

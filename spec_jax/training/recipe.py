@@ -1,4 +1,4 @@
-"""What the keys of a training configuration mean, and the checks that they are met.
+"""The keys of a training configuration, and their checks.
 
 seed                   of the weights, the order of the data and the dropout
 model                  fields of T5Config; vocab_size is the tokenizer's where it is not given

@@ -9,7 +9,7 @@ from pathlib import Path
 import sentencepiece
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-# All that transformers needs. What its save_pretrained (5.x) writes beyond this, its 4.x refuses.
+# All that transformers needs. transformers 4 cannot read what save_pretrained of version 5 writes beyond this.
 TOKENIZER_CONFIG = {
     'tokenizer_class': 'T5Tokenizer',
     'extra_ids': 0,
@@ -23,13 +23,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, output: str | Path) -
     """Trains a unigram vocabulary and writes a folder that `AutoTokenizer.from_pretrained` loads.
 
     The folder holds `tokenizer.json` and `tokenizer_config.json`, which transformers reads, and
-    `spiece.model`, which SentencePiece and t5x read. Their ids are the same, save for ties between two ways
-    to cut a text.
+    `spiece.model`, which SentencePiece and t5x read. Their ids are the same, except for ties between two
+    segmentations of a text.
 
     Args:
-      texts: sentences of both languages; every character among them gets a piece.
+      texts: sentences of both languages; every character in them gets a piece.
       vocab_size: number of pieces, the three special ones included.
-      output: the folder; made if need be.
+      output: the folder; created if it does not exist.
 
     Returns:
       The tokenizer. It ends every sequence with `</s>`.
@@ -73,7 +73,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = str(error).rpartition('] ')[2].strip().rstrip('.')  # behind the place in its source
+        reason = str(error).rpartition('] ')[2].strip().rstrip('.')  # after the place in its source code
         raise ValueError(
             f'expected text for {vocab_size} pieces; got from SentencePiece: {reason}'
         ) from error

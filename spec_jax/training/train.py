@@ -1,7 +1,7 @@
 """Teacher forcing with Optax: state in, state out.
 
-Whatever a step needs besides the state follows from its number: the data order, the dropout masks and
-the learning rate. A run that is stopped and started again therefore continues as if nothing had happened.
+All inputs of a step besides the state follow from its number: the data order, the dropout masks and the learning
+rate. A run that is stopped and started again therefore continues as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spec_jax.types import Inputs
 
 @flax.struct.dataclass
 class TrainState:
-    """All that a run carries from step to step.
+    """The state that a run carries from step to step.
 
     Attributes:
       step: scalar int32, steps taken.
@@ -43,7 +43,7 @@ class TrainState:
 def learning_rate(peak: float, steps: int, warmup: int, decay_fraction: float) -> optax.Schedule:
     """Linear warm-up, a plateau, and a linear decay to zero over the last `decay_fraction` of the run.
 
-    The plateau leaves the length of a run open: stopped on it, a run can be given a nearer or a farther end.
+    A run that is stopped on the plateau can be resumed with a smaller or larger number of steps.
     """
     decay = max(1, round(steps * decay_fraction))
     return optax.join_schedules(
@@ -97,7 +97,7 @@ def batch_loss(
 def distilled_loss(
     model: T5, teacher: T5, batch: TrainingBatch, key: Array, smoothing: float, weight: float
 ) -> tuple[Array, Array]:
-    """As `batch_loss`, with `weight` of it given to the teacher's distribution in the label's place."""
+    """As `batch_loss`, with the share `weight` measured against the teacher's distribution, not the label."""
     inputs = Inputs(batch.source, batch.source_mask)
     logits = model.forward(inputs, batch.decoder_input, key)
     teacher_logits = teacher.forward(inputs, batch.decoder_input)
@@ -120,7 +120,7 @@ def train_step(
     Args:
       state: donated.
       batch: arrays of one bucket; each width compiles once.
-      key: of the run; the step's own is folded from it.
+      key: of the run; the step's key is folded from it.
       teacher: where given, `distill_weight` of the loss is measured against its distribution.
 
     Returns:

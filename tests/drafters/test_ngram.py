@@ -386,7 +386,7 @@ def test_a_file_serves_every_order_up_to_its_own(file, order):
 @pytest.mark.parametrize(
     ('order', 'vocab_size', 'pieces', 'message'),
     [
-        (5, V, None, 'order: expected 1 to 4, which is as far as .* was counted, got 5; count again'),
+        (5, V, None, 'order: expected 1 to 4, the highest order in .*, got 5; count again'),
         (0, V, None, 'order: expected 1 to 4, .* got 0'),
         (2, V - 1, None, "expected ids below 5, the target's, got counts of 6 pieces; count again"),
         (2, V, 'abcdfe', "expected counts of the target's tokenizer, got those of another of 6 pieces"),
@@ -415,7 +415,7 @@ def test_no_damage_goes_unseen(file):
         try:
             came = ngram.read_ngram(file)
         except ValueError as error:
-            assert 'expected counts of n-grams, got damage or something else' in str(error)
+            assert 'expected counts of n-grams, got a damaged or other file' in str(error)
             assert '\n' not in str(error)
             refused += 1
         else:
@@ -434,9 +434,9 @@ def test_no_damage_goes_unseen(file):
         ('successors_1', lambda x: np.full_like(x, V), 'an id of level 1 is not below vocab_size 6'),
         ('successors_0', lambda x: np.zeros_like(x), 'a context or successor of level 0 comes twice'),
         ('counts_1', lambda x: x * 100, 'counts_1 leave nothing to the back-off'),
-        ('counts_2', lambda x: x * 0, 'lengths_2 or counts_2 do not fit'),
+        ('counts_2', lambda x: x * 0, 'lengths_2 or counts_2 do not match'),
         ('denominators_0', lambda x: x.astype(np.float32), 'denominators_0 is of float32'),
-        ('lengths_1', lambda x: x + 1, 'lengths_1 or counts_1 do not fit'),
+        ('lengths_1', lambda x: x + 1, 'lengths_1 or counts_1 do not match'),
         ('vocab_size', lambda x: np.array([1, 2], np.uint8), 'can be converted'),
         ('counts_0', lambda x: np.array([{}], object), 'allow_pickle'),
         ('counts_3', None, 'counts_3'),
@@ -450,7 +450,7 @@ def test_arrays_that_make_no_distribution_are_refused(file, name, change, messag
     else:
         arrays[name] = change(arrays[name])
     np.savez(file, **arrays)
-    with pytest.raises(ValueError, match=f'expected counts of n-grams, got damage.*{message}'):
+    with pytest.raises(ValueError, match=f'expected counts of n-grams, got a damaged.*{message}'):
         ngram.load_ngram(file, 1, V)
 
 
@@ -459,5 +459,5 @@ def test_another_file_is_refused(tmp_path):
     (tmp_path / 'text').write_text('no counts at all\n')
     np.save(tmp_path / 'array.npy', np.ones(3, np.uint8))
     for name in 'ngram.npz', 'text', 'array.npy':
-        with pytest.raises(ValueError, match='expected counts of n-grams, got damage or something else'):
+        with pytest.raises(ValueError, match='expected counts of n-grams, got a damaged or other file'):
             ngram.load_ngram(tmp_path / name, 1, V)

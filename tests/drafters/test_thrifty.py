@@ -13,7 +13,7 @@ from spec_jax.drafters import thrifty
 from spec_jax.drafters.base import DraftShape, Outcome, Round
 from spec_jax.drafters.thrifty import Thrifty, best_length, without_thrift
 from spec_jax.runtime import backend
-from spec_jax.runtime.backend import call_lengths
+from spec_jax.runtime.backend import compiled_lengths
 from spec_jax.sampling import GREEDY, row_keys
 from spec_jax.testing import ModelWrapper, ScriptedDrafter, TableModel, prompts
 from spec_jax.types import Context, Verification
@@ -97,7 +97,7 @@ def test_a_draft_that_is_never_right_guesses_less_and_less_often():
     'cost', [rows_cost(0.1), rows_cost(0.3), all_or_none(0.35)], ids=['.1', '.3', 'one cost']
 )
 def test_lengths_are_those_of_the_rule(accepted, cost):
-    choices = [length for length in call_lengths(3, cost) if length]
+    choices = [length for length in compiled_lengths(3, cost) if length]
     expected = by_the_rule(lambda place: accepted, cost, choices)
     assert lengths(accepted, cost, len(expected)) == expected
 
@@ -108,7 +108,7 @@ def test_a_draft_that_is_right_grows_to_gamma_and_one_whose_second_token_is_wron
 
 
 def test_a_row_alone_is_decoded_as_by_the_plain_program_where_nothing_was_guessed(monkeypatch):
-    monkeypatch.setattr(thrifty, '_PATIENCE', 10**6)
+    monkeypatch.setattr(thrifty, '_RETRY_AFTER', 10**6)
     wrong = ScriptedDrafter(jnp.asarray((text() + 1) % V)[None])
     output = generate(TARGET, Thrifty(wrong, cost=all_or_none(0.6)), prompts([0]), jax.random.key(0), CONFIG)
     np.testing.assert_array_equal(output.tokens[0], text())
@@ -164,7 +164,7 @@ class Measured(ModelWrapper):
     ids=['each row costs time', 'one cost', 'a draft that always guesses', 'a batch', 'rows cost nothing'],
 )
 def test_a_call_over_fewer_rows_is_made_where_it_saves_something(cost, batch, always, expected, monkeypatch):
-    monkeypatch.setattr(backend, 'call_lengths', partial(call_lengths, cost=cost))
+    monkeypatch.setattr(backend, 'compiled_lengths', partial(compiled_lengths, cost=cost))
     target, keys = Measured(TARGET, set()), row_keys(jax.random.key(0), range(batch))
     draft = ScriptedDrafter(jnp.zeros((1, LIMIT), jnp.int32))
     if always:

@@ -130,7 +130,7 @@ def test_a_shape_that_is_new_for_each_prompt_is_caught(program):
     figures = soak.figures(soaked(trimming, 3 * PASS), BOUND)
     assert figures['compilations_later'] == 2 * 4
     (fault,) = (fault for fault in figures['faults'] if 'compiled' in fault)
-    assert fault.startswith('8 programs were compiled behind the first pass')
+    assert fault.startswith('8 programs were compiled after the first pass')
 
 
 def test_it_stops_after_the_pass_in_which_a_stop_is_requested(program):

@@ -54,13 +54,13 @@ def log_probs(logits):
 
 def poison(cache):
     """Fills the filler's slot and every stale one with junk."""
-    decoder_cache, slot = cache.own, jnp.arange(cache.own.num_slots)
-    stale = (slot == 0) | (slot > decoder_cache.length[:, None])  # [B, L]
+    attention, slot = cache.self_attention, jnp.arange(cache.self_attention.num_slots)
+    stale = (slot == 0) | (slot > attention.length[:, None])  # [B, L]
     fill = lambda stale, array: jnp.where(stale, JUNK, array)  # noqa: E731
     return cache.replace(
-        own=decoder_cache.replace(
-            keys=tuple(fill(stale[:, None, None, :], array) for array in decoder_cache.keys),
-            values=tuple(fill(stale[:, None, :, None], array) for array in decoder_cache.values),
+        self_attention=attention.replace(
+            keys=tuple(fill(stale[:, None, None, :], array) for array in attention.keys),
+            values=tuple(fill(stale[:, None, :, None], array) for array in attention.values),
         )
     )
 
@@ -166,7 +166,7 @@ def test_blocks_at_uneven_offsets_equal_teacher_forcing(models, family, copies):
         )
         length = length + keep
         cache = poison(model.keep(cache, None, length))
-        np.testing.assert_array_equal(cache.own.length, length)
+        np.testing.assert_array_equal(cache.self_attention.length, length)
     assert length.min() >= 19  # positions whose bucket is no longer their distance
 
 
@@ -204,7 +204,7 @@ def test_a_filler_at_position_minus_one_is_never_seen(models):
         np.testing.assert_allclose(logits[:, 1:], expected[:, :4], atol=1e-5, rtol=1e-5)
 
         cache = poison(model.keep(cache, None, jnp.array([1, 4, 3])))
-        positions = cache.own.length[:, None] + jnp.arange(5)
+        positions = cache.self_attention.length[:, None] + jnp.arange(5)
         logits, _ = decode(model, jnp.take_along_axis(tokens, positions, 1), positions, cache)
         later = np.take_along_axis(np.asarray(expected), np.asarray(positions)[..., None], 1)
         np.testing.assert_allclose(logits, later, atol=1e-5, rtol=1e-5)
@@ -345,7 +345,8 @@ def test_a_bfloat16_cache_is_bfloat16(models):
     model = load_t5(GOLDEN / 'v1_1', jnp.bfloat16)
     cache = encode(model, inputs, 24)
     logits, cache = decode(model, tokens, jnp.tile(jnp.arange(24), (3, 1)), cache)
-    for array in (*cache.own.keys, *cache.own.values, *cache.cross_keys, *cache.cross_values):
+    attention = cache.self_attention
+    for array in (*attention.keys, *attention.values, *cache.cross_keys, *cache.cross_values):
         assert array.dtype == jnp.bfloat16
     assert np.abs(log_probs(logits) - expected).mean() < 0.05
 

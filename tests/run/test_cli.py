@@ -45,7 +45,7 @@ def test_the_profiler_is_for_a_process_that_is_alone(args, refused, monkeypatch,
     monkeypatch.setattr(cli.flags, 'FLAGS', flag_values)
     monkeypatch.setattr(cli, '_PROFILE', SimpleNamespace(value=tmp_path / 'trace'))
     if refused:
-        with pytest.raises(ValueError, match='profile: expected a process that is alone'):
+        with pytest.raises(ValueError, match='profile: expected a single process'):
             cli._traced()
         assert not (tmp_path / 'trace').exists()
     else:

@@ -251,7 +251,7 @@ def test_a_head_count_that_does_not_divide_leaves_attention_whole(capfd):
     assert partition['decoder', 0, 'mlp', 'up'] == P(None, 'model')
     assert partition['embedding',] == P(None, 'model')  # 61 pieces do not divide, 48 columns do
     assert sorted(capfd.readouterr().err.splitlines()) == [
-        f'WARNING: mesh.model = 8 does not divide 6: {block} stands whole on every device'
+        f'WARNING: mesh.model = 8 does not divide 6: {block} is whole on every device'
         for block in ('decoder.cross_attention', 'decoder.self_attention', 'encoder.attention')
     ]
 

@@ -78,10 +78,10 @@ def test_rows_of_a_panel_are_an_odd_number_of_cache_lines(columns, itemsize, exp
 def test_calls_have_lengths_of_which_each_costs_a_third_less_than_the_next(gamma, expected):
     """Of costs of .1, .15, .25, .35, .35, .7, .7 for two rows and more."""
     cost = dict(enumerate((0, 0.1, 0.15, 0.25, 0.35, 0.35, 0.7, 0.7), start=1)).get
-    assert backend.call_lengths(gamma, cost) == expected
-    assert backend.call_lengths(gamma, lambda rows: 0.0) == (gamma,)
+    assert backend.compiled_lengths(gamma, cost) == expected
+    assert backend.compiled_lengths(gamma, lambda rows: 0.0) == (gamma,)
     with backend.tracing_for('tpu'):
-        assert backend.call_lengths(gamma) == (gamma,)
+        assert backend.compiled_lengths(gamma) == (gamma,)
 
 
 @on_cpu
@@ -156,5 +156,5 @@ def test_nor_where_a_round_without_a_guess_is_a_call_over_one_row(example):
     inner = re.findall(r' while\(.*body=%?([\w.\-]+)', compiled)
     layer = 10  # four of self-attention (queries, keys and values are one), four of cross-attention, two of the MLP
     assert products(compiled)[outer] == 0
-    calls = len(backend.call_lengths(4))
+    calls = len(backend.compiled_lengths(4))
     assert sum(products(compiled)[body] > 2 * layer for body in inner) == calls == 3

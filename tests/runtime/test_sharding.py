@@ -76,7 +76,7 @@ def test_heads_that_do_not_divide_are_whole_and_a_line_says_so_once(capsys):
             sharding.partition_spec(PARTITION_RULES, (*LAYER, 'self_attention', name), (512, 5, 64), 7) == P()
         )
     assert capsys.readouterr().err == (
-        'WARNING: mesh.model = 7 does not divide 5: decoder.self_attention stands whole on every device\n'
+        'WARNING: mesh.model = 7 does not divide 5: decoder.self_attention is whole on every device\n'
     )
 
 
@@ -85,7 +85,7 @@ def test_rules_are_the_models_and_the_first_that_matches_counts(capsys):
     assert sharding.partition_spec(rules, ('wide',), (8, 8), 2) == P(None, 'model')
     assert sharding.partition_spec(rules, ('wide',), (8, 3), 2) == P('model')
     assert sharding.partition_spec(rules, ('wide',), (3, 5), 2) == P()
-    assert 'mesh.model = 2 does not divide 5: wide stands whole on every device' in capsys.readouterr().err
+    assert 'mesh.model = 2 does not divide 5: wide is whole on every device' in capsys.readouterr().err
     with pytest.raises(ValueError, match='expected a rule for the weight layers.0.narrow, got none; add one'):
         sharding.partition_spec(rules, ('layers', 0, 'narrow'), (8,), 2)
 

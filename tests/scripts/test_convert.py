@@ -339,7 +339,7 @@ def test_the_script(tmp_path):
         assert (tmp_path / name / 'spiece.model').read_text() == 'pieces'
     assert_same_files(tmp_path / 'hf', GOLDEN / 'v1_1')
     patterns = (
-        'expected an output beside the source, got the source; name another folder',
+        'expected an output folder other than the source, got the source; name another folder',
         'expected a T5 (config.json with safetensors or Orbax params, or arrays target.* of T5X), found none',
         'expected 3 heads of width 64',
         'T5 overflows in it',

@@ -123,7 +123,7 @@ BAD = {
         "alpha.drafts: expected drafts, separated by commas; got 'none'",
     ),
     'empty draft': (['--config.alpha.drafts=model,'], "got ''"),
-    'path of none': (['--config.alpha.drafts=prompt_lookup=x'], 'expected =PATH behind one of model'),
+    'path of none': (['--config.alpha.drafts=prompt_lookup=x'], 'expected =PATH after one of model'),
     'missing file': (['--config.alpha.drafts={w}/none.py:build'], 'expected FILE.py:NAME with a Python file'),
     'missing model': (['--config.alpha.drafts=model={w}/nowhere'], 'nowhere'),
     'temperatures': (
