@@ -1,4 +1,4 @@
-"""What can make a row of no use: seen inside the compiled loop, told outside it.
+"""What can make a row of no use: detected inside the compiled loop, reported outside it.
 
 Axes: B rows, N nodes of a draft, V vocabulary.
 """

@@ -215,7 +215,7 @@ def tokens_follow_q(make: Make) -> str:
     if not p_value >= statistics.FAILS_BELOW:
         raise Fault(
             f'{what}: tokens do not follow the q reported for them, p = {p_value:.1g}: expected Draft.probs to be '
-            'the array that each token was drawn from'
+            'the array that each token was drawn from, and Draft.length not to depend on a token that it withholds'
         )
     detectable = statistics.detectable(samples, counts.size - 1)
     return f'{what}: p = {p_value:.2g}; {detectable:.1%} of the probability in wrong places would be found'

@@ -10,8 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from spec_jax.runtime.backend import apart
-from spec_jax.runtime.products import einsum, few_rows_einsum, filled_einsum, project
+from spec_jax.runtime.products import (
+    by_head,
+    einsum,
+    few_rows_einsum,
+    filled_einsum,
+    project,
+    separate_by_head,
+)
 
 
 class RMSNorm(nnx.Module):
@@ -25,15 +31,6 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
         return (wide * inverse).astype(x.dtype) * self.scale[...].astype(x.dtype)
-
-
-def _by_head(x: Array, weight: Array) -> Array:
-    """x [B, T, D] by weight [D, H, K] -> [B, T, H, K].
-
-    The small result is transposed afterwards: with 'bhtk' as the output, XLA's CPU backend transposes the weight in
-    every call of the decoding loop.
-    """
-    return einsum('btd,dhk->bthk', x, weight)
 
 
 def _keys(projected: Array) -> Array:
@@ -64,11 +61,11 @@ class Attention(nnx.Module):
 
     def queries(self, x: Array) -> Array:
         """Projects x [B, T, D] to queries [B, H, T, K]."""
-        return apart(_by_head(x, self.query[...])).swapaxes(1, 2)
+        return separate_by_head(x, self.query[...]).swapaxes(1, 2)
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
         """Projects x [B, L, D] to keys [B, H, K, L] and values [B, H, L, K]."""
-        return _keys(_by_head(x, self.key[...])), _by_head(x, self.value[...]).swapaxes(1, 2)
+        return _keys(by_head(x, self.key[...])), by_head(x, self.value[...]).swapaxes(1, 2)
 
     def project(self, x: Array) -> tuple[Array, Array, Array]:
         """Projects x [B, T, D] to queries [B, H, T, K], keys [B, H, K, T] and values [B, H, T, K]."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spec_jax.runtime.backend import better_row_by_row, filled_rows, panels, platform
+from spec_jax.runtime.backend import apart, better_row_by_row, filled_rows, panels, platform
 from spec_jax.runtime.sharding import mesh_in_use
 
 
@@ -89,6 +89,20 @@ def project(spec: str, x: Array, weight: Array, shape: tuple[int, ...], dtype=No
         product = einsum('pbtd,pdc->pbtc', jnp.broadcast_to(x, (len(weight), *x.shape)), weight, dtype)
         product = jnp.moveaxis(product, 0, 2).reshape(*x.shape[:2], -1)
     return product[:, :, : math.prod(shape)].reshape(*x.shape[:2], *shape)
+
+
+def by_head(x: Array, weight: Array) -> Array:
+    """x [B, T, D] by weight [D, H, K] -> [B, T, H, K].
+
+    The small result is transposed afterwards: with 'bhtk' as the output, XLA's CPU backend transposes the weight in
+    every call of the decoding loop.
+    """
+    return einsum('btd,dhk->bthk', x, weight)
+
+
+def separate_by_head(x: Array, weight: Array) -> Array:
+    """`by_head`, kept out of the product that takes its result where XLA would fuse the two (`backend.apart`)."""
+    return apart(by_head(x, weight))
 
 
 def few_rows_einsum(spec: str, x: Array, y: Array, dtype=None) -> Array:
