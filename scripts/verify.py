@@ -92,13 +92,13 @@ def _loop(pair, greedy_prompts, sampled_prompts, config):
     sizes, checks, figures = config.verify, [], {}
     if greedy_prompts:
         result = greedy(pair, greedy_prompts, _progress)
-        checks += figures.checks
+        checks += result.checks
         figures = analysis.acceptance_figures(result.stats) | result.agreement
     if sizes.samples:
         tokens = max(sizes.tokens, pair.settings.decode.gamma + 3)  # a full acceptance, and a round after it
         size = Size(sizes.samples, tokens, sizes.rows)
         result = sampled(pair, sampled_prompts, size, _progress)
-        checks += figures.checks
+        checks += result.checks
         if config.temperature > 0 or not figures:
             figures |= analysis.acceptance_figures(result.stats)
     return checks, figures

@@ -242,6 +242,23 @@ def test_parents_that_are_no_tree_are_refused(parents):
         generate(model, Wrong(blurred(model)), ragged(TEXTS), KEY, DecodeConfig(3, LIMIT, GREEDY))
 
 
+@flax.struct.dataclass
+class WithoutQ(AsTree):
+    """Samples, and does not say from what."""
+
+    def propose(self, state, round):
+        draft, state = self.drafter.propose(state, round)
+        return draft.replace(probs=None), state
+
+
+def test_a_sampled_draft_without_its_distributions_is_refused():
+    """Its tokens would be taken for those of a deterministic draft, which is not exact."""
+    model = prompted()
+    generate(model, WithoutQ(blurred(model)), ragged(TEXTS), KEY, DecodeConfig(3, LIMIT, GREEDY))
+    with pytest.raises(ValueError, match='Draft.probs: expected the distributions that tokens were sampled from'):
+        generate(model, WithoutQ(blurred(model)), ragged(TEXTS), KEY, DecodeConfig(3, LIMIT))
+
+
 # --- several EOS ids, and ids to stop at ------------------------------------------------------------------------
 
 

@@ -431,22 +431,6 @@ def test_a_draft_of_wrong_shapes_is_refused(draft, message):
         speculate(random_model(0), Fixed(draft))
 
 
-def test_a_sampled_draft_without_its_distributions_is_refused():
-    """Their tokens would be taken for those of a deterministic draft, which is not exact."""
-
-    @flax.struct.dataclass
-    class Sampled(Fixed):
-        def shape(self, gamma):
-            return DraftShape(gamma, gamma)
-
-    drafter = Sampled(Draft(TOKENS, None, LENGTH))
-    speculate(random_model(0), drafter)  # greedy, q is one-hot
-    with pytest.raises(
-        ValueError, match='Draft.probs: expected the distributions that tokens were sampled from'
-    ):
-        speculate(random_model(0), drafter, sampling=SAMPLED)
-
-
 @pytest.mark.parametrize('sampling', [GREEDY, SAMPLED], ids=['greedy', 'sampled'])
 def test_a_draft_that_is_none_is_an_error_that_names_the_row(sampling):
     outside, twice = TOKENS.copy(), UNIFORM.copy()
