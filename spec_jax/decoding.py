@@ -45,7 +45,7 @@ MAX_GAMMA = 16
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """How to decode; hashable, a static argument of the compiled loop.
+    """How to decode; hashable, a static argument of the compiled loop. ValueError for a value out of range.
 
     Attributes:
       gamma: G, draft depth, 0 .. 16; 0 decodes plainly.
@@ -53,9 +53,6 @@ class DecodeConfig:
       sampling: how logits become a distribution.
       rule: which draft tokens stay.
       stop: ids that end an output beside the model's own `eos_ids`.
-
-    Raises:
-      ValueError: for a value out of range.
     """
 
     gamma: int
@@ -119,6 +116,7 @@ def speculative_step(target: Model, drafter: Drafter, state: SpecState, *, confi
         draft, draft_state = propose(target, drafter, state, draft_keys, config=config)
     call = partial(verified_call, target, config)
     lengths = call_lengths(drafter, len(state.done), config.gamma)
+    lengths = lengths if draft.parents is None else lengths[-1:]  # a tree is not cut
     needed, arguments = draft.length.max(), (state.context, draft, rule_keys)
     verified, cache = call_over_fewest(call, lengths, needed, state.target_cache, arguments)
 

@@ -164,7 +164,7 @@ class Branches:
     scripts: tuple[ScriptedDrafter, ScriptedDrafter]
 
     def shape(self, gamma):
-        return DraftShape(nodes=2 * gamma, depth=gamma, deterministic=True, may_be_empty=False)
+        return DraftShape(nodes=2 * gamma, depth=gamma, deterministic=True)
 
     def init(self, *args):
         return self.scripts[0].init(*args)
@@ -255,7 +255,9 @@ def test_a_sampled_draft_without_its_distributions_is_refused():
     """Its tokens would be taken for those of a deterministic draft, which is not exact."""
     model = prompted()
     generate(model, WithoutQ(blurred(model)), ragged(TEXTS), KEY, DecodeConfig(3, LIMIT, GREEDY))
-    with pytest.raises(ValueError, match='Draft.probs: expected the distributions that tokens were sampled from'):
+    with pytest.raises(
+        ValueError, match='Draft.probs: expected the distributions that tokens were sampled from'
+    ):
         generate(model, WithoutQ(blurred(model)), ragged(TEXTS), KEY, DecodeConfig(3, LIMIT))
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.drafters.base import Drafter
-from spec_jax.exactness.statistics import Result
+from spec_jax.exactness.statistics import Significance
 from spec_jax.measure import agreement, setup
 from spec_jax.models.base import Model
 from spec_jax.text.batches import pad_rows
@@ -52,7 +52,7 @@ class Check:
     p_value: float | None = None
 
     @classmethod
-    def of_test(cls, tested: str, samples: str, result: Result, kind: str, seen: str = '') -> Check:
+    def of_test(cls, tested: str, samples: str, result: Significance, kind: str, seen: str = '') -> Check:
         """The row of a statistical test.
 
         Args:

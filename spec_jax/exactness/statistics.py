@@ -22,7 +22,7 @@ _PLACE_CELLS = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class Significance:
     """The result of a test.
 
     Attributes:
@@ -51,7 +51,7 @@ def detectable(effective_samples: float, degrees: int) -> float:
     return float(np.sqrt(shift / effective_samples) / 2)
 
 
-def uniform(below: np.ndarray, mass: np.ndarray, seed: int) -> Result:
+def uniform(below: np.ndarray, mass: np.ndarray, seed: int) -> Significance:
     """Whether tokens follow the distributions that they are reported to be drawn from.
 
     The randomised probability integral transform: tokens of different contexts become one uniform sample.
@@ -66,10 +66,10 @@ def uniform(below: np.ndarray, mass: np.ndarray, seed: int) -> Result:
     expected = max(len(place), 1) / cells
     statistic = ((counts - expected) ** 2 / expected).sum() if len(place) else 0.0
     p_value = float(scipy.special.chdtrc(cells - 1, statistic))
-    return Result(p_value, len(place), cells, detectable(len(place), cells - 1))
+    return Significance(p_value, len(place), cells, detectable(len(place), cells - 1))
 
 
-def two_sample(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Result:
+def two_sample(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Significance:
     """Whether two samples of texts have one distribution, over all prompts at once.
 
     The cells of a prompt are the texts that are frequent enough in both samples together; rarer ones are pooled by
@@ -88,7 +88,7 @@ def two_sample(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Result:
         effective += sizes.prod() / sizes.sum()
         cells += counts.shape[1]
     p_value = float(scipy.special.chdtrc(degrees, statistic)) if degrees else 1.0
-    return Result(p_value, sum(len(first) for first, _ in pairs), cells, detectable(effective, degrees))
+    return Significance(p_value, sum(len(first) for first, _ in pairs), cells, detectable(effective, degrees))
 
 
 def _cells(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -115,7 +115,7 @@ def _cells(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return counts
 
 
-def balance(accepted: int, expected: float, tested: int) -> Result:
+def balance(accepted: int, expected: float, tested: int) -> Significance:
     """Whether the number of accepted tokens matches sum of min(p, q) over the tested positions (Theorem 3.5).
 
     Each test's outcome minus its probability has mean 0 given what came before, and a variance of at most 1/4.
@@ -128,4 +128,4 @@ def balance(accepted: int, expected: float, tested: int) -> Result:
     deviation = math.sqrt(max(tested, 1)) / 2
     p_value = math.erfc(abs(accepted - expected) / deviation / math.sqrt(2))
     quantiles = scipy.special.ndtri(1 - FAILS_BELOW / 2) + scipy.special.ndtri(POWER)
-    return Result(p_value, tested, 2, float(quantiles * deviation / tested) if tested else math.inf)
+    return Significance(p_value, tested, 2, float(quantiles * deviation / tested) if tested else math.inf)
