@@ -272,9 +272,9 @@ def past_limit(tokens, count, room, ends):
     return emitted, emitted >= room
 
 
-def all_tested(stats, *, proposed, emitted, beta, **others):
-    counted = COUNT(stats, proposed=proposed, emitted=emitted, beta=beta, **others)
-    valid = jnp.arange(beta.shape[1]) < jnp.where(emitted > 0, proposed, 0)[:, None]
+def all_tested(stats, draft, verification, emitted, called):
+    counted = COUNT(stats, draft, verification, emitted, called)
+    valid = jnp.arange(draft.tokens.shape[1]) < jnp.where(emitted > 0, draft.length, 0)[:, None]
     return counted.replace(tested_at=stats.tested_at + valid)
 
 

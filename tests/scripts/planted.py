@@ -211,9 +211,9 @@ def tokens_after_eos(emit, tokens, count, room, ends):
     return jnp.where(ended, jnp.minimum(jnp.minimum(emitted + 1, count), room), emitted), ended
 
 
-def counts_what_was_not_tested(count_round, stats, *, proposed, emitted, **others):
-    counted = count_round(stats, proposed=proposed, emitted=emitted, **others)
-    valid = jnp.arange(stats.tested_at.shape[1]) < jnp.where(emitted > 0, proposed, 0)[:, None]
+def counts_what_was_not_tested(count_round, stats, draft, verification, emitted, called):
+    counted = count_round(stats, draft, verification, emitted, called)
+    valid = jnp.arange(stats.tested_at.shape[1]) < jnp.where(emitted > 0, draft.length, 0)[:, None]
     return counted.replace(tested_at=stats.tested_at + valid)
 
 
